@@ -1,0 +1,65 @@
+"""Mixture-of-Experts training graphs in ONNX, run by stock onnxruntime.
+
+Importing the package registers the operators of the domain ``ascend.moe``: their schemas with onnx,
+their Python kernels with onnxruntime-extensions.
+"""
+
+from moe_onnx.adapters.function_body import function_body
+from moe_onnx.adapters.python_ops import register_python_ops as _register_python_ops
+from moe_onnx.adapters.reference_evaluator import reference_ops
+from moe_onnx.adapters.schema import register_schemas as _register_schemas
+from moe_onnx.errors import (
+    AttributeValueError,
+    BodyCheckError,
+    DtypeError,
+    IndexValueError,
+    LimitError,
+    MissingInputError,
+    ModelError,
+    MoeOnnxError,
+    OptionError,
+    RankError,
+    RoutingMapError,
+    ShapeError,
+)
+from moe_onnx.operators.moe_init_routing_v2 import moe_init_routing_v2
+from moe_onnx.operators.moe_init_routing_v2_grad import moe_init_routing_v2_grad
+from moe_onnx.operators.moe_token_unpermute_with_routing_map import (
+    moe_token_unpermute_with_routing_map,
+)
+from moe_onnx.operators.moe_token_unpermute_with_routing_map_grad import (
+    moe_token_unpermute_with_routing_map_grad,
+)
+from moe_onnx.rewrite.legalize import add_function_bodies
+from moe_onnx.runtime.register import register
+from moe_onnx.runtime.session import InferenceSession
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttributeValueError",
+    "BodyCheckError",
+    "DtypeError",
+    "IndexValueError",
+    "InferenceSession",
+    "LimitError",
+    "MissingInputError",
+    "ModelError",
+    "MoeOnnxError",
+    "OptionError",
+    "RankError",
+    "RoutingMapError",
+    "ShapeError",
+    "__version__",
+    "add_function_bodies",
+    "function_body",
+    "moe_init_routing_v2",
+    "moe_init_routing_v2_grad",
+    "moe_token_unpermute_with_routing_map",
+    "moe_token_unpermute_with_routing_map_grad",
+    "reference_ops",
+    "register",
+]
+
+_register_schemas()
+_register_python_ops()

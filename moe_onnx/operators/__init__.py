@@ -1,0 +1,17 @@
+"""The operators, in the order of the docs. Adding one is one file here and one line in ``ALL``."""
+
+from moe_onnx.operators import (
+    moe_init_routing_v2,
+    moe_init_routing_v2_grad,
+    moe_token_unpermute_with_routing_map,
+    moe_token_unpermute_with_routing_map_grad,
+)
+from moe_onnx.spec import OpSpec
+
+ALL: tuple[OpSpec, ...] = (
+    moe_init_routing_v2.SPEC,
+    moe_init_routing_v2_grad.SPEC,
+    moe_token_unpermute_with_routing_map.SPEC,
+    moe_token_unpermute_with_routing_map_grad.SPEC,
+)
+BY_NAME: dict[str, OpSpec] = {spec.name: spec for spec in ALL}

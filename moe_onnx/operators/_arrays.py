@@ -1,0 +1,65 @@
+"""Numpy helpers shared by the operators: reading arguments, checking index values, widening."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_onnx.errors import IndexValueError
+from moe_onnx.spec import OpSpec, TensorInfo
+
+Array = NDArray[Any]
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def read(spec: OpSpec, *values: Any) -> tuple[list[Array | None], list[TensorInfo | None]]:
+    """Arguments as arrays (never copied when they are arrays already) and what is known of them."""
+    arrays = [None if value is None else np.asarray(value) for value in values]
+    infos = [None if a is None else TensorInfo(a.dtype.name, a.shape) for a in arrays]
+    return arrays, infos
+
+
+def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Dtype in which sums are made: float32 for float32 and all 16-bit types, float64 for itself."""
+    return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
+
+
+def check_range(op: str, name: str, index: Array, low: int, high: int, mode: str) -> None:
+    """Refuse the first element of ``index`` outside ``[low, high)``, naming where and what it is."""
+    flat = index.reshape(-1)
+    bad = (flat < low) | (flat >= high)
+    if bad.any():
+        at = int(bad.argmax())
+        where = tuple(int(i) for i in np.unravel_index(at, index.shape))
+        legal = f"in [{low}, {high})" if high > low else "absent: the legal range is empty"
+        raise IndexValueError(
+            f"{op}: '{name}' values must be {legal} ({mode}), got {int(flat[at])} at position "
+            f"{list(where)}. Check how the indices were made.",
+            op=op,
+            input_name=name,
+            position=where,
+            value=int(flat[at]),
+        )
+
+
+def check_unique(op: str, name: str, index: Array, why: str) -> None:
+    """Refuse a value other than -1 that occurs twice in the 1-D ``index``."""
+    order = np.argsort(index, kind="stable")
+    ordered = index[order]
+    twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    if twice.any():
+        # The stable sort keeps positions ascending within one value, so this is a second occurrence.
+        second = order[1:][twice]
+        at = int(second.min())
+        first = int(np.flatnonzero(index == index[at])[0])
+        raise IndexValueError(
+            f"{op}: '{name}' values must be unique apart from -1 ({why}), got {int(index[at])} at "
+            f"position [{first}] and again at position [{at}].",
+            op=op,
+            input_name=name,
+            position=(at,),
+            value=int(index[at]),
+        )

@@ -1,0 +1,129 @@
+"""Pieces of ONNX text that the function bodies of the operators are put together from.
+
+Conventions of all bodies: every size is a vector of one element (so that ``Concat`` makes shapes of
+them); ``passed`` is a vector holding 0 that has gone through all checks so far; names are unique in
+the whole body, subgraphs included. Standard ops have no assertion, so a check looks up element 0 of
+``passed``, or element 1, which does not exist and fails the run, where the rule is broken. The name
+of the node, which the runtime prints, says the rule.
+"""
+
+from __future__ import annotations
+
+_CONSTANTS = """
+    minus_one = Constant <value_ints = [-1]> ()
+    zero = Constant <value_ints = [0]> ()
+    one = Constant <value_ints = [1]> ()
+    two = Constant <value_ints = [2]> ()
+"""
+
+
+def body(signature: str, *parts: str) -> str:
+    """A whole body in ONNX text: ``Name <attributes> (inputs) => (outputs)`` and its parts."""
+    return f"{signature}\n{{" + _CONSTANTS + "\n".join(parts) + "}\n"
+
+
+def attribute(name: str) -> str:
+    """The integer attribute ``name`` as a size."""
+    return f"""
+    {name}_attr = Constant <value_int: int = @{name}> ()
+    {name} = Reshape ({name}_attr, one)"""
+
+
+def check(rule: str, bad: str, *, before: str, after: str) -> str:
+    """Fail if any element of the booleans ``bad`` is true; ``after`` has the shape of ``bad``.
+
+    ``before`` must be a vector of one element, or element 1 would exist.
+    """
+    return f"""
+    {after}_flag = Cast <to = 7> ({bad})
+    {after} = Gather <axis = 0> ({before}, {after}_flag)  # check: {rule}"""
+
+
+def checks(prefix: str, before: str, *rules: tuple[str, str]) -> str:
+    """A chain of one-element checks ``(rule, bad)``; the last one gives ``{prefix}``."""
+    text = ""
+    for number, (rule, bad) in enumerate(rules, 1):
+        after = prefix if number == len(rules) else f"{prefix}_{number}"
+        text += check(rule, bad, before=before, after=after)
+        before = after
+    return text
+
+
+def is_rank(out: str, tensor: str, rank: str) -> str:
+    """``out`` is true where ``tensor`` does *not* have the rank that the size ``rank`` gives."""
+    return f"""
+    {out}_shape = Shape ({tensor})
+    {out}_rank = Shape ({out}_shape)
+    {out}_equal = Equal ({out}_rank, {rank})
+    {out} = Not ({out}_equal)"""
+
+
+def is_not(out: str, a: str, b: str) -> str:
+    """``out`` is true where the sizes ``a`` and ``b`` differ."""
+    return f"""
+    {out}_equal = Equal ({a}, {b})
+    {out} = Not ({out}_equal)"""
+
+
+def precision(out: str, tensor: str) -> str:
+    """The dtype of ``tensor`` as a size: -1 no float, 0 bfloat16, 1 float16, 2 float32, 3 float64.
+
+    Which of 1/2, 1 + 2^-10, 1 + 2^-20 and 1 + 2^-40 survive the dtype tells it. Runtimes fold this
+    to a constant when they load the model, and keep one branch of an ``If`` on it.
+    """
+    return f"""
+    {out}_probes = Constant <value = double[4] {{0.5, 1.0009765625, 1.00000095367431640625, 1.00000000000090949}}> ()
+    {out}_cast = CastLike ({out}_probes, {tensor})
+    {out}_back = Cast <to = 11> ({out}_cast)
+    {out}_alive = Equal ({out}_back, {out}_probes)
+    {out}_long = Cast <to = 7> ({out}_alive)
+    {out}_count = ReduceSum <keepdims = 1> ({out}_long)
+    {out} = Sub ({out}_count, one)"""
+
+
+def is_not_float(out: str, precision_of_tensor: str) -> str:
+    """``out`` is true where a tensor, given by its ``precision``, holds no floats."""
+    return f"""
+    {out} = Less ({precision_of_tensor}, zero)"""
+
+
+def is_not_int32(out: str, tensor: str) -> str:
+    """``out`` is true where ``tensor`` is not int32: -1 and 2^20 survive that, 2^32 wraps to 0."""
+    return _is_not_integer(out, tensor, "-1, 1048576, 4294967296", "-1, 1048576, 0")
+
+
+def is_not_map(out: str, tensor: str) -> str:
+    """``out`` is true where ``tensor`` is neither int8 (300 wraps to 44) nor bool (all is 1)."""
+    int8 = _is_not_integer(f"{out}_int8", tensor, "-1, 300", "-1, 44")
+    as_bool = _is_not_integer(f"{out}_bool", tensor, "-1, 300", "1, 1")
+    return f"""{int8}{as_bool}
+    {out} = And ({out}_int8, {out}_bool)"""
+
+
+def _is_not_integer(out: str, tensor: str, probes: str, images: str) -> str:
+    return f"""
+    {out}_probes = Constant <value_ints = [{probes}]> ()
+    {out}_images = Constant <value_ints = [{images}]> ()
+    {out}_cast = CastLike ({out}_probes, {tensor})
+    {out}_back = Cast <to = 7> ({out}_cast)
+    {out}_alive = Equal ({out}_back, {out}_images)
+    {out}_long = Cast <to = 7> ({out}_alive)
+    {out}_all = ReduceMin <keepdims = 1> ({out}_long)
+    {out} = Less ({out}_all, one)"""
+
+
+def per_precision(outputs: tuple[str, ...], precision_of_tensor: str, text: str) -> str:
+    """``text`` once in float64 and once in float32, chosen by a ``precision``.
+
+    In ``text``, ``$DTYPE`` is the dtype to widen to and ``$`` before a name makes it the branch's own.
+    """
+    branches = []
+    flag = f"{precision_of_tensor}_is_float64"
+    for branch, mark, to in (("then_branch", "d_", 11), ("else_branch", "f_", 1)):
+        inner = text.replace("$DTYPE", str(to)).replace("$", mark)
+        outs = ", ".join(mark + out for out in outputs)
+        branches.append(f"{branch} = {mark}sum () => ({outs}) {{ {inner} }}")
+    return f"""
+    {flag}_size = Constant <value_ints = [3]> ()
+    {flag} = Equal ({precision_of_tensor}, {flag}_size)
+    {", ".join(outputs)} = If ({flag}) <{", ".join(branches)}>"""

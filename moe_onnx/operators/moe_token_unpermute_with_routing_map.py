@@ -1,0 +1,435 @@
+"""MoeTokenUnpermuteWithRoutingMap: the combine, each token the weighted sum of its experts' rows.
+
+Source: aclnnMoeTokenUnpermuteWithRoutingMap, the forward of source document 000.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from moe_onnx.errors import MissingInputError, ShapeError
+from moe_onnx.operators._arrays import Array, check_range, check_unique, read, wide_dtype
+from moe_onnx.operators._body import (
+    attribute,
+    body,
+    check,
+    checks,
+    is_not,
+    is_not_float,
+    is_not_int32,
+    is_not_map,
+    is_rank,
+    per_precision,
+    precision,
+)
+from moe_onnx.operators._routing_map import (
+    BAD_PROBS_DTYPE,
+    RESTORE_SHAPE,
+    SLOT_CELLS,
+    check_limits,
+    check_probs_dtype,
+    check_restore_shape,
+    require_companions,
+    slot_cells,
+)
+from moe_onnx.spec import INDICES, MAPS, Arg, Attr, Axes, OpSpec, TensorInfo
+
+NAME = "MoeTokenUnpermuteWithRoutingMap"
+
+
+def moe_token_unpermute_with_routing_map(
+    permuted_tokens: Any,
+    sorted_indices: Any,
+    routing_map: Any = None,
+    probs: Any = None,
+    *,
+    drop_and_pad: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> tuple[Array, Array, Array, Array | None]:
+    """Sum the experts' rows of each token, weighted by its probabilities.
+
+    Signature: [N H], [N] int32, [T E]?, [T E]? -> [T H], [N] int32, [N] int32, [N]?
+
+        unpadded:  out[t] = sum over k = 0 .. K-1 of w[t, k] * P[sorted_indices[t*K + k]]
+        padded:    out[sorted_indices[i]] += w[i] * P[i]      for i = 0 .. N-1 in turn
+
+    Unpadded, K = N // T and w[t, k] is the probability of the k-th selected expert of t, ascending
+    (1 without probs); a slot is left out where its index is -1, where t has no k-th expert, and
+    where the probability is exactly 0. Padded, w[i] = probs[sorted_indices[i], i // C] with
+    C = N // E (1 without probs). Sums are made in float32 (float64 for float64), rounded once.
+
+    Args:
+        permuted_tokens: P; float16, bfloat16, float32 (float64 for validation). Unpadded with a map
+            it may hold only as many rows as the map selects.
+        sorted_indices: int32. Unpadded: the row of each slot, token-major, unique apart from -1,
+            which leaves the slot out. Padded: the token of each row, in ``[0, T)``.
+        routing_map: bool or int8, non-zero selects. Needed with probs unless padded.
+        probs: Dtype of permuted_tokens, or float32 beside bfloat16. None or (0, 0) is absent.
+        drop_and_pad: Whether every expert has exactly C rows.
+        restore_shape: ``[T, H]``; needed where neither map nor probs give T.
+
+    Returns:
+        ``(unpermuted_tokens, out_index, permute_token_id, permute_probs)``: the sum; the two index
+        tensors that the gradient takes (unpadded: sorted_indices twice; padded: positions and
+        values of its stable sort); w for each row (padded) or slot (unpadded, 0 where t has no k-th
+        expert), None without probs.
+
+    Raises:
+        MissingInputError, DtypeError, AttributeValueError, RankError, ShapeError, LimitError,
+        IndexValueError, RoutingMapError.
+    """
+    (rows, index, mask, weights), infos = read(SPEC, permuted_tokens, sorted_indices, routing_map, probs)
+    attrs, shapes = SPEC.check(infos, {"drop_and_pad": drop_and_pad, "restore_shape": restore_shape})
+    assert rows is not None and index is not None and shapes[0] is not None and shapes[0].shape
+    tokens, experts = int(shapes[0].shape[0] or 0), 0
+    if weights is not None and weights.shape == (0, 0):
+        weights = None
+    if weights is not None:
+        experts = weights.shape[1]
+    if mask is not None and mask.shape == (0, 0):
+        mask = None
+    total = np.zeros((tokens, rows.shape[1]), wide_dtype(rows.dtype))
+    used = None if weights is None else np.zeros(len(index), weights.dtype)
+    if attrs["drop_and_pad"]:
+        check_range(NAME, "sorted_indices", index, 0, tokens, "drop_and_pad, a token")
+        if weights is not None:
+            used = weights[index, np.arange(len(index)) // max(len(index) // max(experts, 1), 1)]
+        order = np.argsort(index, kind="stable").astype(np.int32)
+        with np.errstate(all="ignore"):
+            for i, token in enumerate(index):
+                weight = total.dtype.type(1) if used is None else used[i].astype(total.dtype)
+                total[token] += rows[i].astype(total.dtype) * weight
+            return total.astype(rows.dtype), order, index[order], used
+    _check_rows(rows, index, mask)
+    check_range(NAME, "sorted_indices", index, -1, len(rows), "-1 leaves the slot out")
+    check_unique(NAME, "sorted_indices", index, "each slot has a row of its own")
+    top_k = len(index) // max(tokens, 1)
+    live = index >= 0
+    if weights is not None and used is not None:
+        assert mask is not None
+        cell = slot_cells(NAME, mask, top_k)
+        used[cell >= 0] = weights.reshape(-1)[cell[cell >= 0]]
+        # Left out, not multiplied by 0: a NaN in the row of an expert without weight stays there.
+        live = live & (cell >= 0) & (used != 0)
+    slots = index.reshape(tokens, top_k)
+    with np.errstate(all="ignore"):
+        for k in range(top_k):
+            at = live.reshape(tokens, top_k)[:, k]
+            term = rows[slots[at, k]].astype(total.dtype)
+            if used is not None:
+                term *= used.reshape(tokens, top_k)[at, k, None].astype(total.dtype)
+            total[at] += term
+        return total.astype(rows.dtype), index.copy(), index.copy(), used
+
+
+def _check_rows(rows: Array, index: Array, mask: Array | None) -> None:
+    selected = len(index) if mask is None else int(np.count_nonzero(mask))
+    if len(rows) not in (len(index), selected):
+        raise ShapeError(
+            f"{NAME}: 'permuted_tokens' must have N = {len(index)} rows, or as many as 'routing_map' "
+            f"selects ({selected}), got shape {list(rows.shape)}.",
+            op=NAME,
+        )
+
+
+def _is_absent(info: TensorInfo | None) -> bool:
+    return info is None or info.shape == (0, 0)
+
+
+def _missing(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) -> None:
+    _, _, mask, probs = inputs
+    if not _is_absent(probs) and not attributes.get("drop_and_pad"):
+        require_companions(NAME, routing_map=not _is_absent(mask))
+
+
+def _mixes(inputs: Sequence[TensorInfo | None]) -> None:
+    rows, _, _, probs = inputs
+    if rows is not None and probs is not None and probs.shape != (0, 0):
+        check_probs_dtype(NAME, "permuted_tokens", rows, probs)
+
+
+def _shapes(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) -> list[TensorInfo | None]:
+    rows, index, mask, probs = (None if i > 1 and _is_absent(t) else t for i, t in enumerate(inputs))
+    assert rows is not None and index is not None
+    padded, restore = bool(attributes["drop_and_pad"]), attributes["restore_shape"]
+    axes = Axes(NAME)
+    axes.read(
+        ("permuted_tokens", rows, "N H" if padded else "P H"),
+        ("sorted_indices", index, "N"),
+        ("routing_map", mask, "T E"),
+        ("probs", probs, "T E"),
+    )
+    if probs is None and mask is None:
+        if not restore:
+            raise MissingInputError(
+                f"{NAME}: 'routing_map', 'probs' and attribute 'restore_shape' are all missing, so the "
+                "number of tokens is unknown. Give restore_shape = [T, H].",
+                op=NAME,
+            )
+        axes.bind("T", restore[0], "attribute 'restore_shape'")
+    check_restore_shape(NAME, restore, "unpermuted_tokens", (axes["T"], axes["H"]))
+    if padded:
+        if probs is not None:
+            axes.bind("C", axes.divide("N", axes["E"], "the number of experts"), "N / E")
+    else:
+        axes.bind("K", axes.divide("N", axes["T"], "the number of tokens"), "N / T")
+    if probs is not None:
+        check_limits(NAME, axes, padded)
+    dtype = rows.dtype if inputs[3] is None else inputs[3].dtype
+    return [
+        TensorInfo(rows.dtype, (axes["T"], axes["H"])),
+        TensorInfo("int32", (axes["N"],)),
+        TensorInfo("int32", (axes["N"],)),
+        TensorInfo(dtype, (axes["N"] if probs is not None else 0,)),
+    ]
+
+
+# Which rows are summed, and with which weights, once per precision. A slot that is left out looks up
+# a row of zeros behind the last row, with weight 0.
+_SLOT_SUM = """
+    $rows = Cast <to = $DTYPE> (slot_rows)
+    $weight = Cast <to = $DTYPE> (slot_weight_3d)
+    $terms = Mul ($rows, $weight)
+    $total = ReduceSum <keepdims = 0> ($terms, one)
+    $summed = CastLike ($total, permuted_tokens)
+"""
+_ROW_SUM = """
+    $added_rows = Cast <to = $DTYPE> (permuted_tokens)
+    $added_weight = Cast <to = $DTYPE> (row_weight_2d)
+    $added = Mul ($added_rows, $added_weight)
+    $base_f32 = ConstantOfShape (restored)
+    $base = Cast <to = $DTYPE> ($base_f32)
+    $sum = ScatterElements <axis = 0, reduction = "add"> ($base, token_of_element, $added)
+    $scattered = CastLike ($sum, permuted_tokens)
+"""
+
+BODY = body(
+    "MoeTokenUnpermuteWithRoutingMap <drop_and_pad: int = 0, restore_shape: ints = []>"
+    " (permuted_tokens, sorted_indices, routing_map, probs)"
+    " => (unpermuted_tokens, out_index, permute_token_id, permute_probs)",
+    attribute("drop_and_pad"),
+    precision("precision", "permuted_tokens"),
+    is_not_float("bad_rows_dtype", "precision"),
+    is_not_int32("bad_index_dtype", "sorted_indices"),
+    is_not_map("bad_map_dtype", "routing_map"),
+    precision("probs_precision", "probs"),
+    BAD_PROBS_DTYPE,
+    is_rank("bad_rows_rank", "permuted_tokens", "two"),
+    is_rank("bad_index_rank", "sorted_indices", "one"),
+    is_rank("bad_map_rank", "routing_map", "two"),
+    is_rank("bad_probs_rank", "probs", "two"),
+    """
+    restore = Constant <value_ints: ints = @restore_shape> ()
+    pad_below = Less (drop_and_pad, zero)
+    pad_above = Greater (drop_and_pad, one)
+    bad_pad = Or (pad_below, pad_above)
+    is_padded = Equal (drop_and_pad, one)
+    not_padded = Not (is_padded)
+    restore_and_none = Concat <axis = 0> (restore, minus_one)
+    restore_tokens = Slice (restore_and_none, zero, one, zero)
+    map_tokens = Shape <end = 1> (routing_map)
+    map_experts = Shape <start = 1, end = 2> (routing_map)
+    map_sizes = Add (map_tokens, map_experts)
+    has_map = Greater (map_sizes, zero)
+    probs_tokens = Shape <end = 1> (probs)
+    probs_experts = Shape <start = 1, end = 2> (probs)
+    probs_sizes = Add (probs_tokens, probs_experts)
+    has_probs = Greater (probs_sizes, zero)
+    map_or_restore = Where (has_map, map_tokens, restore_tokens)
+    given_tokens = Where (has_probs, probs_tokens, map_or_restore)
+    bad_tokens = Less (given_tokens, zero)
+    num_tokens = Max (given_tokens, zero)
+    bad_map_dtype_given = And (bad_map_dtype, has_map)
+    bad_probs_dtype_given = And (bad_probs_dtype, has_probs)
+    num_experts = Where (has_probs, probs_experts, map_experts)
+    hidden = Shape <start = 1> (permuted_tokens)
+    restored = Concat <axis = 0> (num_tokens, hidden)
+    """,
+    RESTORE_SHAPE,
+    """
+    map_same_tokens = Equal (map_tokens, num_tokens)
+    map_same_experts = Equal (map_experts, num_experts)
+    map_same = And (map_same_tokens, map_same_experts)
+    map_different = Not (map_same)
+    bad_map = And (map_different, has_map)
+    no_map = Not (has_map)
+    probs_alone = And (has_probs, no_map)
+    bad_alone = And (probs_alone, not_padded)
+    n = Shape <end = 1> (sorted_indices)
+    num_rows = Shape <end = 1> (permuted_tokens)
+    some_tokens = Max (num_tokens, one)
+    k = Div (n, some_tokens)
+    token_rows = Mul (k, num_tokens)
+    some_experts = Max (num_experts, one)
+    capacity = Div (n, some_experts)
+    expert_rows = Mul (capacity, num_experts)
+    """,
+    is_not("uneven_tokens", "token_rows", "n"),
+    is_not("uneven_experts", "expert_rows", "n"),
+    is_not("rows_not_n", "num_rows", "n"),
+    """
+    bad_k_tokens = And (uneven_tokens, not_padded)
+    is_padded_probs = And (is_padded, has_probs)
+    bad_experts = And (uneven_experts, is_padded_probs)
+    capacity_above = Greater (capacity, num_tokens)
+    bad_capacity = And (capacity_above, is_padded_probs)
+    max_top_k = Constant <value_ints = [512]> ()
+    k_above_max = Greater (k, max_top_k)
+    k_above_experts = Greater (k, num_experts)
+    k_above = Or (k_above_max, k_above_experts)
+    k_with_probs = And (k_above, has_probs)
+    bad_k = And (k_with_probs, not_padded)
+    selected = Cast <to = 9> (routing_map)
+    selected_long = Cast <to = 7> (selected)
+    num_selected = ReduceSum <keepdims = 1> (selected_long)
+    num_selected_1 = Reshape (num_selected, one)
+    is_selected_rows = Equal (num_rows, num_selected_1)
+    unpadded_map = And (has_map, not_padded)
+    is_head = And (is_selected_rows, unpadded_map)
+    not_head = Not (is_head)
+    bad_num_rows = And (rows_not_n, not_head)
+    """,
+    checks(
+        "passed",
+        "zero",
+        ("routing_map is missing although probs is given", "bad_alone"),
+        ("routing_map, probs and restore_shape are all missing", "bad_tokens"),
+        ("permuted_tokens must be float16, bfloat16, float32 or float64", "bad_rows_dtype"),
+        ("sorted_indices must be int32", "bad_index_dtype"),
+        ("routing_map must be bool or int8", "bad_map_dtype_given"),
+        ("probs must have the dtype of permuted_tokens, or float32 beside bfloat16", "bad_probs_dtype_given"),
+        ("drop_and_pad must be 0 or 1", "bad_pad"),
+        ("permuted_tokens must be 2-D", "bad_rows_rank"),
+        ("sorted_indices must be 1-D", "bad_index_rank"),
+        ("routing_map must be 2-D", "bad_map_rank"),
+        ("probs must be 2-D", "bad_probs_rank"),
+        ("restore_shape must be the shape of unpermuted_tokens", "bad_restore"),
+        ("routing_map and probs must both be [T, E]", "bad_map"),
+        ("tokens must divide the length of sorted_indices", "bad_k_tokens"),
+        ("experts must divide the length of sorted_indices when padded", "bad_experts"),
+        ("permuted_tokens must have a row for every slot or every selected pair", "bad_num_rows"),
+        ("top_k must be at most 512 and the number of experts", "bad_k"),
+        ("capacity must be at most the number of tokens", "bad_capacity"),
+    ),
+    """
+    # An index is looked up only after its range was checked: Gather wraps -1 to the last row.
+    index_given = Cast <to = 7> (sorted_indices)
+    low = Sub (drop_and_pad, one)
+    high = Where (is_padded, num_tokens, num_rows)
+    index_below = Less (index_given, low)
+    index_above = GreaterOrEqual (index_given, high)
+    bad_index = Or (index_below, index_above)
+    """,
+    check("sorted_indices must be in range", "bad_index", before="passed", after="passed_index"),
+    """
+    index = Add (index_given, passed_index)
+    zero_scalar = Constant <value_int = 0> ()
+    step_scalar = Constant <value_int = 1> ()
+    n_scalar = Squeeze (n)
+    slot = Range (zero_scalar, n_scalar, step_scalar)
+    probs_shape = Shape (probs)
+    num_cells = ReduceProd <keepdims = 1> (probs_shape)
+    probs_flat = Reshape (probs, minus_one)
+    zero_f32 = ConstantOfShape (one)
+    zero_prob = CastLike (zero_f32, probs)
+    probs_and_none = Concat <axis = 0> (probs_flat, zero_prob)
+    unpermuted_tokens, out_index, permute_token_id, permute_probs = If (is_padded) <
+        then_branch = padded () => (padded_sum, padded_out_index, padded_token_id, padded_probs) {
+            some_capacity = Max (capacity, one)
+            row_expert = Div (slot, some_capacity)
+            row_start = Mul (index, num_experts)
+            row_cell_all = Add (row_start, row_expert)
+            row_cell = Where (has_probs, row_cell_all, num_cells)
+            row_prob = Gather <axis = 0> (probs_and_none, row_cell)
+            row_prob_long = Cast <to = 11> (row_prob)
+            unit = Constant <value = double {1.0}> ()
+            row_weight = Where (has_probs, row_prob_long, unit)
+            row_weight_2d = Unsqueeze (row_weight, one)
+            rows_shape = Shape (permuted_tokens)
+            index_2d = Unsqueeze (index, one)
+            token_of_element = Expand (index_2d, rows_shape)
+    """,
+    per_precision(("scattered",), "precision", _ROW_SUM),
+    """
+            padded_sum = Identity (scattered)
+            sorted_token, order = TopK <largest = 0> (index, n)
+            padded_out_index = Cast <to = 6> (order)
+            padded_token_id = Cast <to = 6> (sorted_token)
+            padded_count = Where (has_probs, n, zero)
+            padded_probs = Slice (row_prob, zero, padded_count, zero)
+        },
+        else_branch = unpadded () => (unpadded_sum, unpadded_out_index, unpadded_token_id, unpadded_probs) {
+            slot_cell = If (has_probs) <
+                then_branch = with_probs () => (probs_cell) {""",
+    SLOT_CELLS,
+    """
+                    probs_cell = Identity (slot_cell_of_slot)
+                },
+                else_branch = without_probs () => (no_cell) { no_cell = Expand (num_cells, n) }
+            >
+            slot_prob = Gather <axis = 0> (probs_and_none, slot_cell)
+            slot_prob_long = Cast <to = 11> (slot_prob)
+            zero_long = Constant <value = double {0.0}> ()
+            slot_unit = Constant <value = double {1.0}> ()
+            is_zero = Equal (slot_prob_long, zero_long)
+            is_out = And (is_zero, has_probs)
+            is_dropped = Less (index, zero)
+            is_left_out = Or (is_out, is_dropped)
+            slot_factor = Where (has_probs, slot_prob_long, slot_unit)
+            slot_weight = Where (is_left_out, zero_long, slot_factor)
+            slot_row = Where (is_left_out, num_rows, index)
+            slots_shape = Concat <axis = 0> (num_tokens, k)
+            slot_row_2d = Reshape <allowzero = 1> (slot_row, slots_shape)
+            slots_shape_1 = Concat <axis = 0> (num_tokens, k, one)
+            slot_weight_3d = Reshape <allowzero = 1> (slot_weight, slots_shape_1)
+            zero_shape = Concat <axis = 0> (one, hidden)
+            zero_row_f32 = ConstantOfShape (zero_shape)
+            zero_row = CastLike (zero_row_f32, permuted_tokens)
+            rows_and_zero = Concat <axis = 0> (permuted_tokens, zero_row)
+            slot_rows = Gather <axis = 0> (rows_and_zero, slot_row_2d)
+    """,
+    per_precision(("summed",), "precision", _SLOT_SUM),
+    """
+            unpadded_sum = Identity (summed)
+            unpadded_out_index = Identity (sorted_indices)
+            unpadded_token_id = Identity (sorted_indices)
+            unpadded_count = Where (has_probs, n, zero)
+            unpadded_probs = Slice (slot_prob, zero, unpadded_count, zero)
+        }
+    >
+    """,
+)
+
+SPEC = OpSpec(
+    name=NAME,
+    summary="Combine: sums the rows of each token's experts, weighted by its probabilities.",
+    formula="out[t] = sum over k of probs[t, e(t, k)] * P[sorted_indices[t*K + k]]",
+    inputs=(
+        Arg("permuted_tokens", "N H", "P, rows of the experts", differentiable=True),
+        Arg("sorted_indices", "N", "row of each slot, -1 leaves it out; padded: token of each row", INDICES, "I"),
+        Arg("routing_map", "T E", "non-zero selects; needed with probs unless padded", MAPS, "M", optional=True),
+        Arg("probs", "T E", "weights; shape (0, 0) is absent", type_var="TP", optional=True, differentiable=True),
+    ),
+    outputs=(
+        Arg("unpermuted_tokens", "T H", "the sums", differentiable=True),
+        Arg("out_index", "N", "for the gradient: sorted_indices, or positions of its sort when padded", INDICES, "I"),
+        Arg("permute_token_id", "N", "for the gradient: sorted_indices, or its sorted values", INDICES, "I"),
+        Arg("permute_probs", "N", "weight of each slot or row; empty without probs", type_var="TP", optional=True),
+    ),
+    attributes=(
+        Attr(
+            "drop_and_pad", "bool", "whether every expert has exactly C rows", "0 or 1", lambda v: v in (0, 1), 0
+        ),
+        Attr("restore_shape", "ints", "[T, H]; needed without map and probs", "integers >= 0", lambda v: min(v, default=0) >= 0),
+    ),
+    shapes=_shapes,
+    reference=moe_token_unpermute_with_routing_map,
+    body=BODY,
+    source="aclnnMoeTokenUnpermuteWithRoutingMap",
+    gradient="MoeTokenUnpermuteWithRoutingMapGrad",
+    missing=_missing,
+    mixes=_mixes,
+)

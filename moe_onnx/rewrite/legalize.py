@@ -1,0 +1,309 @@
+"""Legalize: what a route cannot take, said in a way it can. Checks every ``ascend.moe`` node first.
+
+For every route attributes are written out, absent inputs become empty constants, and functions that
+hold ``ascend.moe`` nodes are inlined. For the Python route nodes move to the session's domain, with
+exact Casts to float32 round those of 16-bit dtype (the float32 op and one Cast are bit-equal to the
+16-bit op). Nodes that stay get function bodies.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx
+import onnx.inliner
+import onnx.shape_inference
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
+
+from moe_onnx.adapters.function_body import OLDEST_OPSET, function_body
+from moe_onnx.adapters.python_ops import SERVED, SESSION_DOMAIN
+from moe_onnx.adapters.schema import tensor_info
+from moe_onnx.errors import AttributeValueError, ModelError
+from moe_onnx.operators import BY_NAME
+from moe_onnx.spec import DOMAIN, VERSION, OpSpec
+
+BODY_DOMAIN = "moe_onnx.body"
+_SIXTEEN_BIT = ("float16", "bfloat16")
+
+
+@dataclass
+class Legalized:
+    """A legalized model, the nodes each route serves, and the reasons for what was done."""
+
+    model: ModelProto
+    python_nodes: int = 0
+    body_nodes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def uses_domain(model: ModelProto) -> bool:
+    """Whether any node, or any operator of ours under another domain, is in the model."""
+    return any(n.domain == DOMAIN or n.op_type in BY_NAME for n in _all_nodes(model))
+
+
+def legalize(model: ModelProto, *, route: str, session: int = 0) -> Legalized:
+    """A copy of ``model`` that ``route`` (``"python"`` or ``"body"``) can run.
+
+    Raises:
+        ModelError, AttributeValueError: If an ``ascend.moe`` node is wrong; the message names it.
+    """
+    model = _copy(model)
+    _check_domains(model)
+    model = _inline_callers(model)
+    done = Legalized(model)
+    types = _value_types(model) if route == "python" else {}
+    names = _names(model)
+    for graph in _graphs(model.graph):
+        nodes = list(graph.node)
+        del graph.node[:]
+        for node in nodes:
+            if node.domain != DOMAIN or node.op_type not in BY_NAME:
+                graph.node.append(node)
+                continue
+            spec = BY_NAME[node.op_type]
+            _write_out_attributes(spec, node)
+            graph.node.extend(_fill_inputs(spec, node, names))
+            if route == "python" and spec.name in SERVED:
+                dtype = types.get(node.input[0], "")
+                graph.node.extend(_to_python(spec, node, dtype, session, names, done))
+            else:
+                graph.node.append(node)
+                done.body_nodes += 1
+    _finish(model)
+    return done
+
+
+def add_function_bodies(model: ModelProto) -> ModelProto:
+    """A copy of ``model`` that runs in any ONNX runtime with nothing registered.
+
+    Its ``ascend.moe`` nodes get their attributes and inputs written out, and the model the function
+    bodies that it lacks.
+
+    Raises:
+        ModelError, AttributeValueError: If an ``ascend.moe`` node is wrong; the message names it.
+    """
+    return legalize(model, route="body").model
+
+
+def _copy(model: ModelProto) -> ModelProto:
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    return copy
+
+
+def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    """The graph and its subgraphs, innermost first."""
+    for node in graph.node:
+        for attr in node.attribute:
+            for inner in [attr.g] if attr.type == AttributeProto.GRAPH else attr.graphs:
+                yield from _graphs(inner)
+    yield graph
+
+
+def _all_nodes(model: ModelProto) -> Iterator[NodeProto]:
+    for graph in _graphs(model.graph):
+        yield from graph.node
+    for function in model.functions:
+        if function.domain != DOMAIN:
+            yield from _function_nodes(function)
+
+
+def _function_nodes(function: FunctionProto) -> Iterator[NodeProto]:
+    for graph in _graphs(GraphProto(node=function.node)):
+        yield from graph.node
+
+
+def _check_domains(model: ModelProto) -> None:
+    """Refuse operators of ours that are misspelt or in a wrong domain, and foreign versions."""
+    for entry in model.opset_import:
+        if entry.domain == DOMAIN and entry.version != VERSION:
+            raise ModelError(
+                f"The model imports {DOMAIN} version {entry.version}; this package has version "
+                f"{VERSION}. Export the model again with it."
+            )
+    known = {(f.domain, f.name) for f in model.functions}
+    for node in _all_nodes(model):
+        if (node.domain, node.op_type) in known and node.domain != DOMAIN:
+            continue
+        if node.domain == DOMAIN and node.op_type not in BY_NAME:
+            close = difflib.get_close_matches(node.op_type, BY_NAME, 1)
+            hint = f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(BY_NAME)}."
+            if (DOMAIN, node.op_type) not in known:
+                raise ModelError(
+                    f"Node '{node.name}': there is no operator '{node.op_type}' in domain {DOMAIN}. {hint}"
+                )
+        elif node.domain != DOMAIN and node.op_type in BY_NAME:
+            raise ModelError(
+                f"Node '{node.name}': operator '{node.op_type}' is in domain '{node.domain}', where no "
+                f"such operator is registered. Set the node's domain to '{DOMAIN}' and import it.",
+                op=node.op_type,
+            )
+
+
+def _inline_callers(model: ModelProto) -> ModelProto:
+    """Inline functions that call ``ascend.moe``: custom ops inside functions do not load."""
+    callers = [
+        (f.domain, f.name)
+        for f in model.functions
+        if f.domain != DOMAIN and any(n.domain == DOMAIN for n in _function_nodes(f))
+    ]
+    # A caller of a caller is one only after the inner one was inlined.
+    while callers:
+        model = onnx.inliner.inline_selected_functions(model, callers)
+        callers = [
+            (f.domain, f.name)
+            for f in model.functions
+            if f.domain != DOMAIN
+            and (f.domain, f.name) not in callers
+            and any(n.domain == DOMAIN for n in _function_nodes(f))
+        ]
+    return model
+
+
+def _value_types(model: ModelProto) -> dict[str, str]:
+    """Dtype of every value that onnx can tell, subgraphs' values included."""
+    try:
+        model = onnx.shape_inference.infer_shapes(model)
+    except Exception:  # inference is a help here; what it cannot tell goes by the function bodies
+        pass
+    types: dict[str, str] = {}
+    for graph in _graphs(model.graph):
+        for value in (*graph.input, *graph.value_info, *graph.output):
+            if value.type.HasField("tensor_type"):
+                types[value.name] = tensor_info(value.type).dtype
+        for tensor in graph.initializer:
+            proto = helper.make_tensor_type_proto(tensor.data_type, [])
+            types.setdefault(tensor.name, tensor_info(proto).dtype)
+    return types
+
+
+def _names(model: ModelProto) -> set[str]:
+    names = {v.name for g in _graphs(model.graph) for v in (*g.input, *g.initializer)}
+    names.update(name for n in _all_nodes(model) for name in (*n.input, *n.output))
+    return names
+
+
+def _fresh(base: str, names: set[str]) -> str:
+    name, number = base, 0
+    while name in names:
+        number += 1
+        name = f"{base}_{number}"
+    names.add(name)
+    return name
+
+
+def _write_out_attributes(spec: OpSpec, node: NodeProto) -> None:
+    given = {}
+    for attr in node.attribute:
+        known = next((a for a in spec.attributes if a.name == attr.name), None)
+        kind = AttributeProto.INTS if known and known.kind == "ints" else AttributeProto.INT
+        if known is not None and attr.type != kind:
+            raise AttributeValueError(
+                f"{spec.name}: attribute '{attr.name}' of node '{node.name}' must be "
+                f"{AttributeProto.AttributeType.Name(kind)}, got "
+                f"{AttributeProto.AttributeType.Name(attr.type)} {helper.get_attribute_value(attr)!r}.",
+                op=spec.name,
+            )
+        given[attr.name] = helper.get_attribute_value(attr)
+    try:
+        legal = spec.check_attributes(given)
+    except AttributeValueError as error:
+        raise AttributeValueError(f"{error} (node '{node.name}')", op=spec.name) from error
+    del node.attribute[:]
+    node.attribute.extend(helper.make_attribute(k, v) for k, v in legal.items() if v is not None and v != ())
+
+
+def _fill_inputs(spec: OpSpec, node: NodeProto, names: set[str]) -> list[NodeProto]:
+    """Absent optional inputs become empty constants of shape [0, 0] in the right dtype."""
+    if len(node.input) > len(spec.inputs):
+        raise ModelError(
+            f"{spec.name}: node '{node.name}' has {len(node.input)} inputs, the operator takes at most "
+            f"{len(spec.inputs)}: {', '.join(a.name for a in spec.inputs)}.",
+            op=spec.name,
+        )
+    inputs = [*node.input, *[""] * (len(spec.inputs) - len(node.input))]
+    added: list[NodeProto] = []
+    for i, arg in enumerate(spec.inputs):
+        if inputs[i]:
+            continue
+        if not arg.optional:
+            raise ModelError(
+                f"{spec.name}: node '{node.name}' lacks the required input '{arg.name}'.", op=spec.name
+            )
+        elem = TensorProto.BOOL if arg.type_var == "M" else TensorProto.FLOAT
+        empty = helper.make_tensor(arg.name, elem, [0, 0], [])
+        raw = _fresh(f"{node.output[0]}/{arg.name}", names)
+        added.append(helper.make_node("Constant", [], [raw], name=raw, value=empty))
+        inputs[i] = raw
+        if arg.type_var != "M":
+            inputs[i] = _fresh(f"{raw}/typed", names)
+            added.append(helper.make_node("CastLike", [raw, inputs[0]], [inputs[i]], name=inputs[i]))
+    outputs = [*node.output, *[""] * (len(spec.outputs) - len(node.output))]
+    del node.input[:], node.output[:]
+    node.input.extend(inputs)
+    node.output.extend(
+        name or _fresh(f"{outputs[0]}/{arg.name}", names) for name, arg in zip(outputs, spec.outputs, strict=True)
+    )
+    return added
+
+
+def _to_python(
+    spec: OpSpec, node: NodeProto, dtype: str, session: int, names: set[str], done: Legalized
+) -> list[NodeProto]:
+    if dtype not in (*_SIXTEEN_BIT, "float32", "float64"):
+        # Registered ops shadow functions of their name, so the body goes by another domain.
+        node.domain = BODY_DOMAIN
+        done.body_nodes += 1
+        done.notes.append(f"node '{node.name}' runs its function body: the dtype of its input is not known")
+        return [node]
+    done.python_nodes += 1
+    restore = next((a for a in node.attribute if a.name == "restore_shape"), None)
+    shape = ",".join(str(size) for size in restore.ints) if restore else ""
+    if restore is not None:
+        node.attribute.remove(restore)
+    original = NodeProto()
+    original.CopyFrom(node)
+    node.domain = SESSION_DOMAIN
+    node.attribute.append(helper.make_attribute("node", node.name or node.output[0]))
+    node.attribute.append(helper.make_attribute("session", session))
+    node.attribute.append(helper.make_attribute("restore_shape", shape))
+    if dtype not in _SIXTEEN_BIT:
+        return [node]
+    done.notes.append(f"node '{node.name}' runs in float32 between Casts from and to {dtype}")
+    before, after = [], []
+    for i, arg in enumerate(spec.inputs):
+        if arg.type_var in ("T", "TP"):
+            wide = _fresh(f"{node.output[0]}/{arg.name}/float32", names)
+            before.append(helper.make_node("Cast", [node.input[i]], [wide], name=wide, to=TensorProto.FLOAT))
+            node.input[i] = wide
+    like = {arg.type_var: original.input[i] for i, arg in reversed(list(enumerate(spec.inputs)))}
+    for i, arg in enumerate(spec.outputs):
+        wide = _fresh(f"{node.output[i]}/float32", names)
+        narrow = node.output[i]
+        after.append(helper.make_node("CastLike", [wide, like[arg.type_var]], [narrow], name=narrow))
+        node.output[i] = wide
+    return [*before, node, *after]
+
+
+def _finish(model: ModelProto) -> None:
+    """Add the function bodies that are needed and missing, and the opset imports."""
+    used = {(n.domain, n.op_type) for g in _graphs(model.graph) for n in g.node}
+    opset = next((e.version for e in model.opset_import if e.domain in ("", "ai.onnx")), 0)
+    if not opset:
+        opset = OLDEST_OPSET
+        model.opset_import.append(helper.make_opsetid("", opset))
+    present = {(f.domain, f.name) for f in model.functions}
+    for domain, name in sorted(used - present):
+        if domain in (DOMAIN, BODY_DOMAIN) and name in BY_NAME:
+            function = function_body(name, opset)
+            function.domain = domain
+            model.functions.append(function)
+    imported = {entry.domain for entry in model.opset_import}
+    for domain in sorted({d for d, _ in used} - imported - {"", "ai.onnx"}):
+        model.opset_import.append(helper.make_opsetid(domain, VERSION))
+    model.ir_version = max(model.ir_version, 8)  # the first with functions
+
+

@@ -1,0 +1,1 @@
+"""Sessions, feeds and what onnxruntime needs of them."""

@@ -1,0 +1,52 @@
+"""numpy arrays, bfloat16 included, to and from OrtValues."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnxruntime
+from onnx import TensorProto
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+# What an input of an onnxruntime type may be fed with.
+NUMPY_DTYPES: dict[str, tuple[np.dtype[Any], ...]] = {
+    "tensor(float)": (np.dtype(np.float32),),
+    "tensor(double)": (np.dtype(np.float64),),
+    "tensor(float16)": (np.dtype(np.float16),),
+    "tensor(bfloat16)": (BFLOAT16,),
+    "tensor(int32)": (np.dtype(np.int32),),
+    "tensor(int64)": (np.dtype(np.int64),),
+    "tensor(int8)": (np.dtype(np.int8),),
+    "tensor(uint8)": (np.dtype(np.uint8),),
+    "tensor(bool)": (np.dtype(np.bool_),),
+}
+
+
+def to_ort_value(value: Any, kind: str = "") -> onnxruntime.OrtValue:
+    """An OrtValue of an array; OrtValues pass through, other values go by the input's type."""
+    if isinstance(value, onnxruntime.OrtValue):
+        return value
+    dtypes = NUMPY_DTYPES.get(kind)
+    array = np.ascontiguousarray(value, None if dtypes is None or hasattr(value, "dtype") else dtypes[0])
+    array = array.reshape(np.shape(value))  # ascontiguousarray makes scalars 1-D
+    if array.dtype == BFLOAT16:
+        bits = array.view(np.uint16)
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, TensorProto.BFLOAT16)
+    return onnxruntime.OrtValue.ortvalue_from_numpy(array)
+
+
+def to_numpy(value: onnxruntime.OrtValue) -> Any:
+    """The array in an OrtValue; onnxruntime itself does not give out bfloat16."""
+    if "bfloat16" not in value.data_type():
+        return value.numpy()
+    shape = tuple(value.shape())
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * BFLOAT16.itemsize
+    if not num_bytes:
+        return np.zeros(shape, BFLOAT16)
+    raw = (ctypes.c_char * num_bytes).from_address(value.data_ptr())
+    # The copy outlives the value, whose memory goes with it.
+    return np.frombuffer(raw, BFLOAT16).reshape(shape).copy()

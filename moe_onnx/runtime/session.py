@@ -1,0 +1,254 @@
+"""``moe_onnx.InferenceSession``: onnxruntime's session, with the operators of this package in it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import numpy as np
+import onnx
+import onnxruntime
+from google.protobuf.message import DecodeError, EncodeError
+
+from moe_onnx.adapters import python_ops
+from moe_onnx.errors import BodyCheckError, DtypeError, ModelError, MoeOnnxError, OptionError
+from moe_onnx.rewrite.legalize import Legalized, legalize, uses_domain
+from moe_onnx.runtime.ort_values import NUMPY_DTYPES, to_numpy, to_ort_value
+from moe_onnx.runtime.register import register
+
+KERNELS = ("auto", "python", "body")
+_FOLDER = "session.model_external_initializers_file_folder_path"
+_RULE = re.compile(r"Name:'(?:_inlfunc_\w*?_)?(Moe\w+): ([^']+)'")
+_NUMBERS = itertools.count(1)
+
+
+class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
+    """An ``onnxruntime.InferenceSession`` that runs models with ``ascend.moe`` operators.
+
+    It registers what the model can use, fills in omitted attributes, absent optional inputs and
+    missing function bodies, casts where a kernel lacks a dtype, and raises the errors of operators
+    as what they are. bfloat16 goes in and out as ``ml_dtypes`` arrays. Models without such operators
+    are passed on as they are.
+
+    Args:
+        path_or_bytes: A path, the bytes of a model, or a ``ModelProto``.
+        sess_options: Session options; the custom-op library is registered on them if need be.
+        providers: As in onnxruntime; CPUExecutionProvider by default.
+        provider_options: As in onnxruntime.
+        kernels: ``"python"``: the backward operators as Python custom ops (all checks, errors that
+            name position and value). ``"body"``: the function bodies only, in standard ops.
+            ``"auto"``: the first of these that is available and that the model can use.
+
+    Raises:
+        OptionError: If ``kernels`` is none of these.
+        ModelError, AttributeValueError: If an ``ascend.moe`` node is wrong.
+    """
+
+    def __init__(
+        self,
+        path_or_bytes: str | bytes | os.PathLike[str] | onnx.ModelProto,
+        sess_options: onnxruntime.SessionOptions | None = None,
+        providers: Sequence[str | tuple[str, dict[Any, Any]]] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+        *,
+        kernels: str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        if kernels not in KERNELS:
+            raise OptionError(f"kernels must be one of {', '.join(map(repr, KERNELS))}, got {kernels!r}.")
+        if kernels == "python":
+            python_ops.library_path()  # says what is missing
+        self._number = next(_NUMBERS)
+        self.moe_kernels: dict[str, int] = {"python": 0, "body": 0}
+        self.moe_notes: list[str] = []
+        options = sess_options if sess_options is not None else onnxruntime.SessionOptions()
+        self._lock = threading.Lock() if _is_parallel(options) else None
+        model, folder = _load(path_or_bytes)
+        source: Any = path_or_bytes if not isinstance(path_or_bytes, onnx.ModelProto) else _encode(path_or_bytes)
+        if model is not None and uses_domain(model):
+            done = _legalize(model, kernels, self._number)
+            self.moe_kernels = {"python": done.python_nodes, "body": done.body_nodes}
+            self.moe_notes = done.notes
+            if done.python_nodes:
+                register(options)
+            source = _encode(done.model)
+        elif isinstance(path_or_bytes, os.PathLike):
+            source = os.fspath(path_or_bytes)
+        with _external_data(options, folder if isinstance(source, bytes) else None):
+            super().__init__(source, options, providers, provider_options, **kwargs)
+
+    def run(self, output_names: Any, input_feed: Mapping[str, Any], run_options: Any = None) -> list[Any]:
+        """As in onnxruntime. bfloat16 inputs and outputs are ``ml_dtypes.bfloat16`` arrays."""
+        inputs = {arg.name: arg.type for arg in self.get_inputs()}
+        for name, value in input_feed.items():
+            _check_feed(name, value, inputs)
+        outputs = {arg.name: arg.type for arg in self.get_outputs()}
+        wanted = list(outputs) if not output_names else list(output_names)
+        if not any("bfloat16" in t for t in (*inputs.values(), *(outputs.get(n, "") for n in wanted))):
+            return self._guarded(super().run, output_names, input_feed, run_options)  # type: ignore[no-any-return]
+        missing = [name for name in inputs if name not in input_feed]
+        if missing:
+            raise ModelError(f"Required inputs {missing} are missing from the feed {sorted(input_feed)}.")
+        feed = {n: to_ort_value(v, inputs.get(n, "")) for n, v in input_feed.items()}
+        values = self._guarded(super().run_with_ort_values, wanted, feed, run_options)
+        return [to_numpy(value) for value in values]
+
+    def run_with_ort_values(self, output_names: Any, input_dict_ort_values: Any, run_options: Any = None) -> Any:
+        """As in onnxruntime."""
+        return self._guarded(super().run_with_ort_values, output_names, input_dict_ort_values, run_options)
+
+    def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
+        """As in onnxruntime."""
+        self._guarded(super().run_with_iobinding, iobinding, run_options)
+
+    def run_async(
+        self, output_names: Any, input_feed: Any, callback: Callable[..., Any], user_data: Any, run_options: Any = None
+    ) -> None:
+        """As in onnxruntime; an operator's error comes as the text of the callback's error."""
+
+        def checked(results: Any, data: Any, error: str) -> None:
+            parked = python_ops.PARKED.take(self._number, any_thread=False)
+            if parked:
+                results, error = [], str(_named(*parked[0]))
+            callback(results, data, error)
+
+        super().run_async(output_names, input_feed, checked, user_data, run_options)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "moe_onnx.InferenceSession cannot be pickled or copied. "
+            "Send the model to the other process and build a session there."
+        )
+
+    def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Run, and raise what the Python ops could not raise themselves."""
+        if self._lock is not None:
+            # In parallel execution ops run in threads of the pool; one run at a time keeps it clear
+            # whose errors are whose.
+            with self._lock, _interrupts_deferred():
+                return self._run_and_raise(call, args, any_thread=True)
+        with _interrupts_deferred():
+            return self._run_and_raise(call, args, any_thread=False)
+
+    def _run_and_raise(self, call: Callable[..., Any], args: Sequence[Any], *, any_thread: bool) -> Any:
+        failure: Exception | None = None
+        result = None
+        try:
+            result = call(*args)
+        except Exception as error:
+            failure = error
+        parked = python_ops.PARKED.take(self._number, any_thread=any_thread)
+        if parked:
+            raise _named(*parked[0]) from failure
+        if failure is not None:
+            rule = _RULE.search(str(failure))
+            if rule is None:
+                raise failure
+            raise BodyCheckError(
+                f'{rule[1]}: {rule[2]}. The function body cannot say where; kernels="python" can.',
+                op=rule[1],
+            ) from failure
+        return result
+
+
+def _named(node: str, error: BaseException) -> BaseException:
+    """The error an op raised, with its node's name."""
+    if isinstance(error, MoeOnnxError):
+        error.node = node
+        error.args = (f"{error} (node '{node}')",)
+    else:
+        error.add_note(f"raised in node '{node}'")
+    return error
+
+
+def _check_feed(name: str, value: Any, inputs: Mapping[str, str]) -> None:
+    dtype = getattr(value, "dtype", None)
+    kind = inputs.get(name, "")
+    legal = NUMPY_DTYPES.get(kind)
+    # onnxruntime's own message names no numpy dtype, and lists, OrtValues and the like are its affair.
+    if isinstance(value, np.ndarray) and legal is not None and dtype not in legal:
+        raise DtypeError(
+            f"input '{name}' takes {kind}, numpy dtype {' or '.join(d.name for d in legal)}, got {dtype}. "
+            "Convert it with .astype, or export the model for that dtype."
+        )
+
+
+def _legalize(model: onnx.ModelProto, kernels: str, number: int) -> Legalized:
+    if kernels == "body" or (kernels == "auto" and python_ops.UNAVAILABLE):
+        return legalize(model, route="body")
+    return legalize(model, route="python", session=number)
+
+
+def _load(source: Any) -> tuple[onnx.ModelProto | None, str | None]:
+    """The model without its external data, and the folder that data is in."""
+    if isinstance(source, onnx.ModelProto):
+        return source, None
+    if isinstance(source, (str, os.PathLike)):
+        path = os.fspath(source)
+        try:
+            return onnx.load(path, load_external_data=False), os.path.dirname(os.path.abspath(path))
+        except (DecodeError, OSError):
+            return None, None  # not ONNX, or not there: onnxruntime says what it thinks of it
+    try:
+        return onnx.load_model_from_string(bytes(source)), None
+    except (DecodeError, TypeError):
+        return None, None
+
+
+def _encode(model: onnx.ModelProto) -> bytes:
+    try:
+        return model.SerializeToString()
+    except (EncodeError, ValueError) as error:
+        raise ModelError(
+            "The model is larger than 2 GB, more than protobuf can hold. Save it with external data "
+            "(onnx.save_model(..., save_as_external_data=True)) and pass its path."
+        ) from error
+
+
+def _is_parallel(options: onnxruntime.SessionOptions) -> bool:
+    return bool(options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL)
+
+
+@contextmanager
+def _external_data(options: onnxruntime.SessionOptions, folder: str | None) -> Iterator[None]:
+    """A model given as bytes looks for its external data in ``folder``."""
+    if folder is None:
+        yield
+        return
+    try:
+        before = options.get_session_config_entry(_FOLDER)
+    except RuntimeError:
+        before = ""
+    options.add_session_config_entry(_FOLDER, folder)
+    try:
+        yield
+    finally:
+        options.add_session_config_entry(_FOLDER, before)
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Hold back Ctrl-C and SIGTERM while onnxruntime calls Python ops: raised there, they would abort."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[tuple[int, Any]] = []
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handler = signal.getsignal(number)
+        if callable(handler):
+            before[number] = handler
+            signal.signal(number, lambda signum, frame: caught.append((signum, frame)))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for signum, frame in caught:
+            before[signal.Signals(signum)](signum, frame)

@@ -1,0 +1,265 @@
+"""What an operator is, as data: ``OpSpec`` and the shape language its checks are written in.
+
+Every route (numpy, ONNX schema, Python custom op, reference evaluator, cards) reads the same
+``OpSpec``, and :meth:`OpSpec.check` is the only place that checks dtypes, attributes and shapes: the
+numpy functions call it with concrete sizes, ONNX shape inference with whatever is known.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moe_onnx.errors import (
+    ACLNN_ERR_INNER_TILING_ERROR,
+    AttributeValueError,
+    DtypeError,
+    MissingInputError,
+    RankError,
+    ShapeError,
+)
+
+DOMAIN = "ascend.moe"
+VERSION = 1
+
+# The letters that shape signatures are written in.
+AXES = {
+    "T": "tokens",
+    "H": "hidden size",
+    "E": "experts",
+    "K": "experts per token (top_k)",
+    "C": "expert capacity, rows per expert",
+    "A": "active rows (active_num)",
+    "N": "routed rows: T*K, or E*C when padded",
+    "R": "rows of expanded_x: T*K, or min(active_num, T*K)",
+    "P": "rows of permuted_tokens: N, or only as many as the routing map selects",
+    "S": "entries of an attribute or map whose size is free",
+}
+
+# float64 serves validation (finite differences on a graph lifted to double), see the contract.
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INDICES = ("int32",)
+MAPS = ("bool", "int8")
+
+# A size: a number, a symbolic name, or unknown. Only numbers are ever refused.
+Dim = int | str | None
+Shape = tuple[Dim, ...] | None
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Dtype and shape of one input or output; the shape is None where its rank is unknown."""
+
+    dtype: str
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One input or output: its name, shape signature (``"T H"``, alternatives by ``|``), meaning."""
+
+    name: str
+    axes: str
+    doc: str
+    dtypes: tuple[str, ...] = FLOATS
+    type_var: str = "T"
+    optional: bool = False
+    differentiable: bool = False
+
+
+@dataclass(frozen=True)
+class Attr:
+    """One attribute. ``default`` None with ``required`` False means: may be absent."""
+
+    name: str
+    kind: Literal["int", "bool", "ints"]
+    doc: str
+    rule: str
+    legal: Callable[[Any], bool]
+    default: Any = None
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """An operator of the ``ascend.moe`` domain.
+
+    ``shapes(inputs, attributes)`` checks ranks, sizes and limits and gives the outputs' shapes;
+    ``reference(*inputs, **attributes)`` is the numpy meaning; ``body`` is the decomposition in ONNX
+    text; ``gradient`` names the operator of the backward pass, if the operator has one; ``missing``
+    refuses optional inputs that are absent but needed, ``mixes`` dtypes that do not go together.
+    """
+
+    name: str
+    summary: str
+    formula: str
+    inputs: tuple[Arg, ...]
+    outputs: tuple[Arg, ...]
+    attributes: tuple[Attr, ...]
+    shapes: Callable[[Sequence[TensorInfo | None], Mapping[str, Any]], list[TensorInfo | None]]
+    reference: Callable[..., Any]
+    body: str
+    source: str
+    gradient: str | None = None
+    missing: Callable[[Sequence[TensorInfo | None], Mapping[str, Any]], None] | None = None
+    mixes: Callable[[Sequence[TensorInfo | None]], None] | None = None
+
+    def check(
+        self, inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], list[TensorInfo | None]]:
+        """Check everything but index values, in the contract's order; give attributes and outputs.
+
+        Raises:
+            MissingInputError, DtypeError, AttributeValueError, RankError, ShapeError, LimitError.
+        """
+        inputs = [*inputs, *[None] * (len(self.inputs) - len(inputs))]
+        for arg, info in zip(self.inputs, inputs, strict=True):
+            if info is None and not arg.optional:
+                raise MissingInputError(
+                    f"{self.name}: required input '{arg.name}' is missing. "
+                    f"Pass a tensor of shape [{arg.axes}].",
+                    op=self.name,
+                )
+        if self.missing is not None:
+            self.missing(inputs, attributes)
+        for arg, info in zip(self.inputs, inputs, strict=True):
+            if info is not None and info.dtype not in arg.dtypes and not is_absent(arg, info):
+                raise DtypeError(
+                    f"{self.name}: '{arg.name}' must be one of {', '.join(arg.dtypes)}, "
+                    f"got {info.dtype}. Convert it before the call.",
+                    op=self.name,
+                )
+        if self.mixes is not None:
+            self.mixes(inputs)
+        legal = self.check_attributes(attributes)
+        return legal, self.shapes(inputs, legal)
+
+    def check_attributes(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """Fill in defaults and check names, kinds and ranges of attributes."""
+        known = {attr.name: attr for attr in self.attributes}
+        for name in attributes:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1)
+                hint = f"Did you mean '{close[0]}'?" if close else f"Legal: {', '.join(known)}."
+                raise AttributeValueError(
+                    f"{self.name}: unknown attribute '{name}'. {hint}", op=self.name
+                )
+        return {name: self._attribute(attr, attributes.get(name)) for name, attr in known.items()}
+
+    def _attribute(self, attr: Attr, value: Any) -> Any:
+        if value is None:
+            if attr.required:
+                raise AttributeValueError(
+                    f"{self.name}: required attribute '{attr.name}' ({attr.kind}, {attr.rule}) "
+                    "is missing. Write it out.",
+                    op=self.name,
+                )
+            return attr.default
+        try:
+            if attr.kind == "ints":
+                legal: Any = tuple(_as_int(item) for item in value)
+            elif attr.kind == "bool":
+                legal = int(value) if type(value).__name__ in ("bool", "bool_") else _as_int(value)
+            else:
+                legal = _as_int(value)
+        except TypeError:
+            raise AttributeValueError(
+                f"{self.name}: attribute '{attr.name}' must be {_KINDS[attr.kind]}, "
+                f"got {value!r} of type {type(value).__name__}. Convert it before the call.",
+                op=self.name,
+            ) from None
+        if not attr.legal(legal):
+            raise AttributeValueError(
+                f"{self.name}: attribute '{attr.name}' must be {attr.rule}, got {value!r}.",
+                op=self.name,
+            )
+        return legal
+
+
+_KINDS = {"int": "an integer", "bool": "a boolean or 0/1", "ints": "a sequence of integers"}
+
+
+def _as_int(value: Any) -> int:
+    # True is no count; operator.index refuses floats, strings and None by itself.
+    if type(value).__name__ in ("bool", "bool_"):
+        raise TypeError(value)
+    return operator.index(value)
+
+
+def is_absent(arg: Arg, info: TensorInfo | None) -> bool:
+    """Whether an optional input is absent: None, or of shape exactly (0, 0)."""
+    return info is None or (arg.optional and info.shape == (0, 0))
+
+
+def require_same_dtype(op: str, first: str, a: str, second: str, b: str, allowed: str = "") -> None:
+    """Refuse companions of different dtypes (561002: each is supported, the mix is not)."""
+    if a != b:
+        raise DtypeError(
+            f"{op}: '{second}' must have the dtype of '{first}' ({a}){allowed}, got {b}. "
+            "Convert one of them.",
+            op=op,
+            aclnn_status=ACLNN_ERR_INNER_TILING_ERROR,
+        )
+
+
+class Axes:
+    """Reads shapes by signature and remembers what each axis letter is.
+
+    A letter means one size in one call. Sizes that are unknown agree with everything.
+    """
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+        self._sizes: dict[str, tuple[Dim, str]] = {}
+
+    def read(self, *tensors: tuple[str, TensorInfo | None, str]) -> None:
+        """Read ``(name, tensor, signature)`` triples: all ranks first, then all sizes."""
+        known = [(n, t.shape, s.split()) for n, t, s in tensors if t is not None and t.shape is not None]
+        for name, shape, letters in known:
+            if len(shape) != len(letters):
+                raise RankError(
+                    f"{self.op}: '{name}' must be {len(letters)}-D, [{' '.join(letters)}], "
+                    f"got {len(shape)}-D, shape {show(shape)}.",
+                    op=self.op,
+                )
+        for name, shape, letters in known:
+            for letter, size in zip(letters, shape, strict=True):
+                self.bind(letter, size, f"'{name}', whose shape {show(shape)} is read as [{' '.join(letters)}]")
+
+    def bind(self, letter: str, size: Dim, where: str) -> None:
+        """Say that ``letter`` is ``size``; refuse it if it is already another number."""
+        before, there = self._sizes.get(letter, (None, ""))
+        if isinstance(before, int) and isinstance(size, int) and before != size:
+            raise ShapeError(
+                f"{self.op}: axis {letter} ({AXES[letter]}) is {before} in {there} but {size} in {where}. "
+                "They must be equal.",
+                op=self.op,
+            )
+        if before is None or (isinstance(before, str) and isinstance(size, int)):
+            self._sizes[letter] = (size, where)
+
+    def __getitem__(self, letter: str) -> Dim:
+        return self._sizes.get(letter, (None, ""))[0]
+
+    def divide(self, letter: str, by: Dim, what: str) -> Dim:
+        """Size of ``letter`` divided by ``by``, which must leave no rest."""
+        size = self[letter]
+        if not (isinstance(size, int) and isinstance(by, int)):
+            return None
+        if by == 0 and size == 0:
+            return 0
+        if by == 0 or size % by:
+            raise ShapeError(
+                f"{self.op}: {self._sizes[letter][1]}: axis {letter} ({AXES[letter]}) must be "
+                f"divisible by {what}, got {size} and {by}.",
+                op=self.op,
+            )
+        return size // by
+
+
+def show(shape: Sequence[Dim]) -> str:
+    """A shape as text, unknown sizes as ``?``."""
+    return "[" + ", ".join("?" if dim is None else str(dim) for dim in shape) + "]"

@@ -1,0 +1,258 @@
+"""Independent per-token-loop oracles for the MoE routing operators, and index generators.
+
+Written from the formulas of the contract alone: slow, scalar, without input validation.
+16-bit and float32 data is widened to float32 and float64 stays (the "accumulate type"); sums over
+the K slots run in slot order from +0.0 in that type; each result is rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+def _acc(a: Array) -> type[np.floating[Any]]:
+    """Accumulate type of a tensor."""
+    return np.float64 if a.dtype == np.float64 else np.float32
+
+
+def _given(a: Array | None) -> Array | None:
+    """None also for an empty [0, 0] constant, the ONNX form's spelling of an absent input."""
+    return None if a is None or a.shape == (0, 0) else a
+
+
+def _dot(a: Array, b: Array) -> float:
+    """Dot product without an order: exact float64 sum (float32 products are exact there)."""
+    products = [float(x) * float(y) for x, y in zip(a, b, strict=True)]
+    if all(math.isfinite(v) for v in products):
+        try:
+            return math.fsum(products)
+        except OverflowError:  # partial sums past the float64 range: add in order, like the rest
+            pass
+    total = 0.0  # not sum(): newer Pythons compensate there
+    for v in products:
+        total += v
+    return total
+
+
+def _experts_of(routing_map: Array, t: int) -> list[int]:
+    """Selected experts of token t, ascending; an int8 map selects where it is non-zero."""
+    return [e for e in range(routing_map.shape[1]) if routing_map[t, e] != 0]
+
+
+def _expert_major(routing_map: Array) -> list[tuple[int, int]]:
+    """Selected (expert, token) pairs, ordered by expert, then token."""
+    tokens, experts = routing_map.shape
+    return [(e, t) for e in range(experts) for t in range(tokens) if routing_map[t, e] != 0]
+
+
+@np.errstate(all="ignore")
+def init_routing_v2_grad(
+    grad_expanded_x: Array,
+    expanded_row_idx: Array,
+    *,
+    top_k: int,
+    drop_pad_mode: int = 0,
+    active_num: int = 0,
+) -> Array:
+    """grad_x[i] = sum over t < K of X[p], p = expanded_row_idx[i*K + t], dropped p adding 0."""
+    hidden = grad_expanded_x.shape[-1]
+    rows = math.prod(grad_expanded_x.shape[:-1])  # reshape(-1, H) is undefined for H = 0
+    x = grad_expanded_x.reshape(rows, hidden).astype(_acc(grad_expanded_x))
+    tokens = len(expanded_row_idx) // top_k
+    grad_x = np.zeros((tokens, hidden), grad_expanded_x.dtype)
+    for i in range(tokens):
+        total = np.zeros(hidden, x.dtype)
+        for t in range(top_k):
+            p = int(expanded_row_idx[i * top_k + t])
+            if drop_pad_mode == 1 and p == -1:
+                continue
+            if drop_pad_mode == 0 and active_num > 0 and p >= active_num:
+                continue  # the forward cuts the rows but not the permutation
+            total = total + x[p]
+        grad_x[i] = total.astype(grad_x.dtype)
+    return grad_x
+
+
+@np.errstate(all="ignore")
+def unpermute_grad(
+    unpermuted_tokens_grad: Array,
+    out_index: Array,
+    permute_token_id: Array,
+    routing_map: Array | None = None,
+    permuted_tokens: Array | None = None,
+    probs: Array | None = None,
+    *,
+    drop_and_pad: bool = False,
+) -> tuple[Array, Array | None]:
+    """(G, Q): row out_index[i] of G is dY of its token times its prob, Q the row dot products."""
+    dy, acc = unpermuted_tokens_grad, _acc(unpermuted_tokens_grad)
+    slots, tokens = len(out_index), dy.shape[0]
+    g = np.zeros((slots, dy.shape[1]), dy.dtype)
+    probs = _given(probs)
+    q = None if probs is None else np.zeros(probs.shape, probs.dtype)
+    same = [int(v) for v in out_index] == [int(v) for v in permute_token_id]
+    slot_form = same and not drop_and_pad
+    pairs = [] if probs is None or routing_map is None else _expert_major(routing_map)
+    for i in range(slots):
+        p = int(out_index[i])
+        if p == -1:  # a slot without a row; its token id means nothing
+            continue
+        t, k = divmod(i, slots // tokens) if slot_form else (int(permute_token_id[i]), 0)
+        if probs is None or q is None:
+            g[p] = dy[t]  # pure copy
+            continue
+        assert routing_map is not None and permuted_tokens is not None
+        # `cell` is the slot's place in probs and Q. Where there is none the row is exactly 0 by
+        # selection, even where dY is NaN.
+        if drop_and_pad:
+            cell = (t, p // (slots // probs.shape[1]))
+        elif slot_form:
+            chosen = _experts_of(routing_map, t)
+            if k >= len(chosen):
+                continue
+            cell = (t, chosen[k])
+        else:
+            if p >= len(pairs):
+                continue
+            cell = (pairs[p][1], pairs[p][0])  # by position, whether or not that token is t
+        g[p] = (dy[t].astype(acc) * probs[cell].astype(acc)).astype(g.dtype)
+        # A store, not a sum: of a cell named twice (padded mode) the last slot stays.
+        q[cell] = acc(_dot(permuted_tokens[p], dy[t])).astype(q.dtype)
+    return g, q
+
+
+@np.errstate(all="ignore")
+def init_routing_v2(
+    x: Array,
+    expert_idx: Array,
+    *,
+    active_num: int = 0,
+    expert_capacity: int = 0,
+    expert_num: int = 0,
+    drop_pad_mode: int = 0,
+    expert_tokens_count_or_cumsum_flag: int = 0,
+    expert_tokens_before_capacity_flag: bool = False,
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """(expanded_x, expanded_row_idx, count_or_cumsum | None, before_capacity | None)."""
+    tokens, top_k = expert_idx.shape
+    hidden = x.shape[1]
+    flat = [int(expert_idx[i, k]) for i in range(tokens) for k in range(top_k)]
+    order = sorted(range(len(flat)), key=lambda j: flat[j])  # stable: ties stay token-major
+    row_idx = np.full(len(flat), -1, np.int32)
+    counts = np.zeros(expert_num, np.int32)
+    if drop_pad_mode == 1:
+        expanded = np.zeros((expert_num, expert_capacity, hidden), x.dtype)
+        for j in order:
+            e = flat[j]
+            rank = int(counts[e])
+            counts[e] += 1  # before capacity: dropped entries count
+            if rank < expert_capacity:
+                expanded[e, rank] = x[j // top_k]
+                row_idx[j] = e * expert_capacity + rank
+        return expanded, row_idx, None, counts if expert_tokens_before_capacity_flag else None
+    rows = min(active_num, len(flat)) if active_num > 0 else len(flat)
+    expanded = np.zeros((rows, hidden), x.dtype)
+    for r, j in enumerate(order):
+        row_idx[j] = r  # the inverse of the sort, not cut to the active rows
+        if r < rows:
+            expanded[r] = x[j // top_k]
+    if expert_tokens_count_or_cumsum_flag == 0:
+        return expanded, row_idx, None, None
+    for e in flat:
+        counts[e] += 1
+    if expert_tokens_count_or_cumsum_flag == 1:
+        for e in range(1, expert_num):
+            counts[e] += counts[e - 1]
+    return expanded, row_idx, counts, None
+
+
+@np.errstate(all="ignore")
+def unpermute(
+    permuted_tokens: Array,
+    sorted_indices: Array,
+    routing_map: Array | None = None,
+    probs: Array | None = None,
+    *,
+    drop_and_pad: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> tuple[Array, Array, Array, Array | None]:
+    """(unpermuted_tokens, out_index, permute_token_id, permute_probs | None)."""
+    slots, dtype, acc = len(sorted_indices), permuted_tokens.dtype, _acc(permuted_tokens)
+    probs, routing_map = _given(probs), _given(routing_map)
+    rows_like = routing_map if probs is None else probs
+    if rows_like is not None:
+        tokens = rows_like.shape[0]
+    else:
+        tokens = restore_shape[0] if restore_shape else 0
+    totals = np.zeros((tokens, permuted_tokens.shape[1]), acc)
+    permute_probs = None if probs is None else np.zeros(slots, probs.dtype)
+    if drop_and_pad:
+        for i in range(slots):
+            t = int(sorted_indices[i])
+            row = permuted_tokens[i].astype(acc)
+            if probs is not None and permute_probs is not None:
+                permute_probs[i] = probs[t, i // (slots // probs.shape[1])]
+                row = row * permute_probs[i].astype(acc)  # a zero prob is not skipped here
+            totals[t] = totals[t] + row
+        return totals.astype(dtype), *_stable_sort(sorted_indices), permute_probs
+    for i in range(slots):
+        t, k = divmod(i, slots // tokens)
+        p = int(sorted_indices[i])
+        weight = acc(1)  # times 1 is exact
+        if probs is not None and permute_probs is not None:
+            assert routing_map is not None
+            chosen = _experts_of(routing_map, t)
+            if k >= len(chosen):
+                continue
+            permute_probs[i] = probs[t, chosen[k]]
+            weight = permute_probs[i].astype(acc)
+        if p != -1 and weight != 0:  # skipped by selection: a NaN in the row stays there
+            totals[t] = totals[t] + permuted_tokens[p].astype(acc) * weight
+    index = np.array([int(v) for v in sorted_indices], np.int32)
+    return totals.astype(dtype), index, index.copy(), permute_probs
+
+
+def _stable_sort(sorted_indices: Array) -> tuple[Array, Array]:
+    """(positions, values) of the stable ascending sort: out_index, permute_token_id."""
+    order = sorted(range(len(sorted_indices)), key=lambda i: int(sorted_indices[i]))
+    values = [int(sorted_indices[i]) for i in order]
+    return np.array(order, np.int32), np.array(values, np.int32)
+
+
+def random_routing(
+    rng: np.random.Generator, tokens: int, experts: int, top_k: int
+) -> tuple[Array, Array, Array]:
+    """(expert_idx [T,K] ascending distinct ids, routing_map bool [T,E], sorted_indices [T*K])."""
+    expert_idx = np.zeros((tokens, top_k), np.int32)
+    routing_map = np.zeros((tokens, experts), np.bool_)
+    for t in range(tokens):
+        for k, e in enumerate(sorted(int(v) for v in rng.permutation(experts)[:top_k])):
+            expert_idx[t, k] = e
+            routing_map[t, e] = True
+    position = {pair: j for j, pair in enumerate(_expert_major(routing_map))}
+    sorted_indices = np.zeros(tokens * top_k, np.int32)
+    for t in range(tokens):
+        for k in range(top_k):
+            sorted_indices[t * top_k + k] = position[int(expert_idx[t, k]), t]
+    return expert_idx, routing_map, sorted_indices
+
+
+def padded_slots(routing_map: Array, capacity: int) -> tuple[Array, Array, Array]:
+    """(sorted_indices [E*C], out_index, permute_token_id) as the padded forward makes them."""
+    tokens, experts = routing_map.shape
+    taken: list[int] = []
+    for e in range(experts):
+        # A stable descending sort of the column: selected ascending, then the others ascending.
+        selected = [t for t in range(tokens) if routing_map[t, e] != 0]
+        others = [t for t in range(tokens) if routing_map[t, e] == 0]
+        taken += (selected + others)[:capacity]
+    sorted_indices = np.array(taken, np.int32)
+    out_index, token_id = _stable_sort(sorted_indices)
+    return sorted_indices, out_index, token_id

@@ -1,0 +1,101 @@
+"""Every route an operator can be run by, called alike.
+
+A route takes the operator, its inputs in order (None is absent), its attributes, and gives numpy
+outputs, absent ones as None. A test over routes is a test of all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+
+import moe_onnx
+from moe_onnx.adapters.schema import ELEM_TYPES
+from moe_onnx.kernels import PYTHON_KERNELS
+from moe_onnx.operators import BY_NAME
+from moe_onnx.spec import DOMAIN
+
+ELEMS = {**ELEM_TYPES, "int64": TensorProto.INT64}
+KERNELS = {kernel.name: kernel.run for kernel in PYTHON_KERNELS}
+ROUTES = ("reference", "kernel", "evaluator", "body_plain", "body", "python")
+BODY_ROUTES = ("body_plain", "body")
+
+
+def has_route(op: str, route: str) -> bool:
+    return op in KERNELS or route not in ("kernel", "python")
+
+
+def run(op: str, route: str, inputs: list[Any], attributes: dict[str, Any]) -> list[Any]:
+    if route in ("reference", "kernel"):
+        call = BY_NAME[op].reference if route == "reference" else KERNELS[op]
+        result = call(*inputs, **attributes)
+        return list(result) if isinstance(result, tuple) else [result]
+    model = make_model(op, inputs, attributes)
+    if route == "evaluator":
+        session = ReferenceEvaluator(model, new_ops=moe_onnx.reference_ops())
+    else:
+        session = session_of(model, route)
+    values = session.run(None, feed_of(op, inputs))
+    absent = [is_absent(op, i, inputs, attributes) for i in range(len(values))]
+    for value, none, arg in zip(values, absent, BY_NAME[op].outputs, strict=True):
+        assert not (none and value.size), f"{arg.name} is absent in the contract, got {value}"
+    return [None if none else value for value, none in zip(values, absent, strict=True)]
+
+
+def session_of(model: onnx.ModelProto, route: str) -> Any:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    if route == "body_plain":
+        # Nothing registered and nothing optimised: what any runtime has to do with the body.
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return moe_onnx.InferenceSession(model, options, kernels="python" if route == "python" else "body")
+
+
+def make_model(op: str, inputs: list[Any], attributes: dict[str, Any], opset: int = 21) -> onnx.ModelProto:
+    spec = BY_NAME[op]
+    names = [arg.name if value is not None else "" for arg, value in zip(spec.inputs, inputs, strict=False)]
+    while names and not names[-1]:
+        names.pop()
+    ints = {k: int(v) if isinstance(v, (bool, np.bool_)) else v for k, v in attributes.items() if v is not None}
+    node = helper.make_node(op, names, [a.name for a in spec.outputs], domain=DOMAIN, name="the_node", **ints)
+    graph = helper.make_graph(
+        [node],
+        "one_node",
+        [
+            helper.make_tensor_value_info(arg.name, ELEMS[value.dtype.name], [None] * value.ndim)
+            for arg, value in zip(spec.inputs, inputs, strict=False)
+            if value is not None
+        ],
+        [helper.make_tensor_value_info(a.name, _elem(a, inputs, spec), None) for a in spec.outputs],
+    )
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
+def feed_of(op: str, inputs: list[Any]) -> dict[str, Any]:
+    spec = BY_NAME[op]
+    return {a.name: v for a, v in zip(spec.inputs, inputs, strict=False) if v is not None}
+
+
+def _elem(arg: Any, inputs: list[Any], spec: Any) -> int:
+    for source, value in zip(spec.inputs, inputs, strict=False):
+        if value is not None and source.type_var == arg.type_var:
+            return int(ELEMS[value.dtype.name])
+    return int(ELEMS["int32"] if arg.type_var == "I" else ELEMS[inputs[0].dtype.name])
+
+
+def is_absent(op: str, output: int, inputs: list[Any], attributes: dict[str, Any]) -> bool:
+    """Whether the contract calls this output absent, said again, apart from the code."""
+    if "Unpermute" in op:
+        probs = inputs[-1] if len(inputs) == len(BY_NAME[op].inputs) else None
+        last = len(BY_NAME[op].outputs) - 1
+        return output == last and (probs is None or probs.shape == (0, 0))
+    padded = attributes.get("drop_pad_mode", 0) == 1
+    if output == 2:
+        return padded or not attributes.get("expert_tokens_count_or_cumsum_flag", 0)
+    return output == 3 and not (padded and attributes.get("expert_tokens_before_capacity_flag", False))

@@ -1,0 +1,134 @@
+"""The hand cases of ``ops/*/cases.json``, by every route."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from routes import BODY_ROUTES, ROUTES, has_route, run
+
+from moe_onnx import errors
+from moe_onnx.operators import BY_NAME
+
+OPS = Path(__file__).parent.parent / "ops"
+CASES = [
+    (case_file["operator"], case)
+    for path in sorted(OPS.glob("*/cases.json"))
+    for case_file in [json.loads(path.read_text())]
+    for case in case_file["cases"]
+]
+NON_FINITE = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
+
+
+def tensor(case: dict[str, Any] | None) -> Any:
+    if case is None:
+        return None
+    dtype = np.dtype(getattr(ml_dtypes, "bfloat16") if case["dtype"] == "bfloat16" else case["dtype"])
+    size = int(np.prod(case["shape"]))
+    if "fill" in case:
+        flat = np.full(size, NON_FINITE.get(case["fill"], case["fill"]))
+    elif "arange" in case:
+        flat = np.arange(size)
+    elif "repeat_arange" in case:
+        flat = np.arange(size) // case["repeat_arange"]
+    else:
+        flat = np.array([NON_FINITE.get(v, v) for v in case["data"]], np.float64)
+    return flat.astype(dtype).reshape(case["shape"])
+
+
+def arguments(op: str, case: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    args = BY_NAME[op].inputs
+    inputs = [tensor(case["inputs"].get(arg.name)) for arg in args]
+    while inputs[-1] is None and args[len(inputs) - 1].optional:
+        inputs.pop()
+    return inputs, case.get("attributes", {})
+
+
+def params(*routes: str, error: bool) -> list[Any]:
+    return [
+        pytest.param(op, case, route, id=f"{op}-{case['name']}-{route}")
+        for op, case in CASES
+        for route in routes
+        if ("error" in case) == error
+        and has_route(op, route)
+        and not (error and route in BODY_ROUTES and is_duplicate(op, case))
+    ]
+
+
+def is_duplicate(op: str, case: dict[str, Any]) -> bool:
+    """Whether the error is a value that occurs twice: standard ops do not check that."""
+    inputs, _ = arguments(op, case)
+    if "position" not in case["error"]:
+        return False
+    at, value = case["error"]["position"][0], case["error"]["value"]
+    return any(
+        i is not None and i.ndim == 1 and i.dtype == np.int32 and len(i) > at and i[at] == value and value in i[:at]
+        for i in inputs
+    )
+
+
+@pytest.mark.parametrize(("op", "case", "route"), params(*ROUTES, error=False))
+def test_case(op: str, case: dict[str, Any], route: str) -> None:
+    inputs, attributes = arguments(op, case)
+    outputs = run(op, route, inputs, attributes)
+    for arg, got in zip(BY_NAME[op].outputs, outputs, strict=True):
+        want = tensor(case["outputs"][arg.name])
+        if want is None:
+            assert got is None, f"{arg.name} must be absent: {case['why']}"
+            continue
+        assert got is not None, f"{arg.name} is absent: {case['why']}"
+        assert (got.dtype, got.shape) == (want.dtype, want.shape), arg.name
+        np.testing.assert_array_equal(got.astype(np.float64), want.astype(np.float64), case["why"])
+
+
+@pytest.mark.parametrize(("op", "case", "route"), params("reference", "kernel", "evaluator", error=True))
+def test_error_in_python(op: str, case: dict[str, Any], route: str) -> None:
+    inputs, attributes = arguments(op, case)
+    if route == "evaluator" and any(value is None for value in inputs):
+        pytest.xfail("a node without its required input is not a model")
+    with pytest.raises(getattr(errors, case["error"]["class"])) as caught:
+        run(op, route, inputs, attributes)
+    check_error(op, case, inputs, caught.value)
+
+
+@pytest.mark.parametrize(("op", "case"), [pytest.param(*p.values[:2], id=p.id) for p in params("python", error=True)])
+def test_error_in_a_session(op: str, case: dict[str, Any]) -> None:
+    """Through onnxruntime an op's error is the same error, with the node's name."""
+    inputs, attributes = arguments(op, case)
+    kind = case["error"]["class"]
+    # Types and arity are checked when the model is loaded, before any op runs.
+    expected = Exception if kind in ("DtypeError", "MissingInputError") else getattr(errors, kind)
+    with pytest.raises(expected) as caught:
+        run(op, "python", inputs, attributes)
+    if expected is not Exception:
+        check_error(op, case, inputs, caught.value)
+        assert "'the_node'" in str(caught.value)
+
+
+@pytest.mark.parametrize(("op", "case", "route"), params(*BODY_ROUTES, error=True))
+def test_error_in_a_body(op: str, case: dict[str, Any], route: str) -> None:
+    """A body fails the run, or its session; where it names the rule, the session says so."""
+    inputs, attributes = arguments(op, case)
+    with pytest.raises(Exception) as caught:
+        run(op, route, inputs, attributes)
+    if case["error"]["class"] == "IndexValueError":
+        assert isinstance(caught.value, errors.BodyCheckError), caught.value
+        assert caught.value.aclnn_status == case["error"]["aclnn_status"]
+
+
+def check_error(op: str, case: dict[str, Any], inputs: list[Any], error: errors.MoeOnnxError) -> None:
+    want = case["error"]
+    assert error.aclnn_status == want["aclnn_status"], str(error)
+    assert error.op == op
+    assert isinstance(error, ValueError)
+    for mention in want.get("mentions", []):
+        assert str(mention) in str(error), (mention, str(error))
+    if "position" in want:
+        assert isinstance(error, errors.IndexValueError)
+        value = inputs[[a.name for a in BY_NAME[op].inputs].index(error.input_name)]
+        assert [int(np.ravel_multi_index(error.position, value.shape))] == want["position"]
+        assert error.value == want["value"]
