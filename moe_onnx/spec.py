@@ -51,7 +51,7 @@ Shape = tuple[Dim, ...] | None
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Dtype and shape of one input or output; the shape is None where its rank is unknown."""
+    """Dtype and shape of one input or output; an unknown dtype is ``""``, an unknown rank None."""
 
     dtype: str
     shape: Shape
@@ -126,7 +126,7 @@ class OpSpec:
         if self.missing is not None:
             self.missing(inputs, attributes)
         for arg, info in zip(self.inputs, inputs, strict=True):
-            if info is not None and info.dtype not in arg.dtypes and not is_absent(arg, info):
+            if info is not None and info.dtype not in ("", *arg.dtypes) and not is_absent(arg, info):
                 raise DtypeError(
                     f"{self.name}: '{arg.name}' must be one of {', '.join(arg.dtypes)}, "
                     f"got {info.dtype}. Convert it before the call.",
@@ -196,7 +196,7 @@ def is_absent(arg: Arg, info: TensorInfo | None) -> bool:
 
 def require_same_dtype(op: str, first: str, a: str, second: str, b: str, allowed: str = "") -> None:
     """Refuse companions of different dtypes (561002: each is supported, the mix is not)."""
-    if a != b:
+    if a and b and a != b:
         raise DtypeError(
             f"{op}: '{second}' must have the dtype of '{first}' ({a}){allowed}, got {b}. "
             "Convert one of them.",

@@ -86,7 +86,8 @@ def _elem(arg: Any, inputs: list[Any], spec: Any) -> int:
     for source, value in zip(spec.inputs, inputs, strict=False):
         if value is not None and source.type_var == arg.type_var:
             return int(ELEMS[value.dtype.name])
-    return int(ELEMS["int32"] if arg.type_var == "I" else ELEMS[inputs[0].dtype.name])
+    dtype = "float32" if inputs[0] is None else inputs[0].dtype.name
+    return int(ELEMS["int32"] if arg.type_var == "I" else ELEMS[dtype])
 
 
 def is_absent(op: str, output: int, inputs: list[Any], attributes: dict[str, Any]) -> bool:

@@ -21,9 +21,9 @@ from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProt
 from moe_onnx.adapters.function_body import OLDEST_OPSET, function_body
 from moe_onnx.adapters.python_ops import SERVED, SESSION_DOMAIN
 from moe_onnx.adapters.schema import tensor_info
-from moe_onnx.errors import AttributeValueError, ModelError
+from moe_onnx.errors import AttributeValueError, ModelError, MoeOnnxError
 from moe_onnx.operators import BY_NAME
-from moe_onnx.spec import DOMAIN, VERSION, OpSpec
+from moe_onnx.spec import DOMAIN, VERSION, OpSpec, TensorInfo, is_absent
 
 BODY_DOMAIN = "moe_onnx.body"
 _SIXTEEN_BIT = ("float16", "bfloat16")
@@ -54,7 +54,7 @@ def legalize(model: ModelProto, *, route: str, session: int = 0) -> Legalized:
     _check_domains(model)
     model = _inline_callers(model)
     done = Legalized(model)
-    types = _value_types(model) if route == "python" else {}
+    types = _value_types(model)
     names = _names(model)
     for graph in _graphs(model.graph):
         nodes = list(graph.node)
@@ -64,11 +64,11 @@ def legalize(model: ModelProto, *, route: str, session: int = 0) -> Legalized:
                 graph.node.append(node)
                 continue
             spec = BY_NAME[node.op_type]
-            _write_out_attributes(spec, node)
+            _check_arity(spec, node)
+            dtypes = _check_node(spec, node, types)
             graph.node.extend(_fill_inputs(spec, node, names))
             if route == "python" and spec.name in SERVED:
-                dtype = types.get(node.input[0], "")
-                graph.node.extend(_to_python(spec, node, dtype, session, names, done))
+                graph.node.extend(_to_python(spec, node, dtypes, session, names, done))
             else:
                 graph.node.append(node)
                 done.body_nodes += 1
@@ -163,20 +163,20 @@ def _inline_callers(model: ModelProto) -> ModelProto:
     return model
 
 
-def _value_types(model: ModelProto) -> dict[str, str]:
-    """Dtype of every value that onnx can tell, subgraphs' values included."""
+def _value_types(model: ModelProto) -> dict[str, TensorInfo]:
+    """Dtype and shape of every value that onnx can tell, subgraphs' values included."""
     try:
         model = onnx.shape_inference.infer_shapes(model)
     except Exception:  # inference is a help here; what it cannot tell goes by the function bodies
         pass
-    types: dict[str, str] = {}
+    types: dict[str, TensorInfo] = {}
     for graph in _graphs(model.graph):
         for value in (*graph.input, *graph.value_info, *graph.output):
             if value.type.HasField("tensor_type"):
-                types[value.name] = tensor_info(value.type).dtype
+                types[value.name] = tensor_info(value.type)
         for tensor in graph.initializer:
-            proto = helper.make_tensor_type_proto(tensor.data_type, [])
-            types.setdefault(tensor.name, tensor_info(proto).dtype)
+            proto = helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
+            types.setdefault(tensor.name, tensor_info(proto))
     return types
 
 
@@ -195,44 +195,54 @@ def _fresh(base: str, names: set[str]) -> str:
     return name
 
 
-def _write_out_attributes(spec: OpSpec, node: NodeProto) -> None:
-    given = {}
-    for attr in node.attribute:
-        known = next((a for a in spec.attributes if a.name == attr.name), None)
-        kind = AttributeProto.INTS if known and known.kind == "ints" else AttributeProto.INT
-        if known is not None and attr.type != kind:
-            raise AttributeValueError(
-                f"{spec.name}: attribute '{attr.name}' of node '{node.name}' must be "
-                f"{AttributeProto.AttributeType.Name(kind)}, got "
-                f"{AttributeProto.AttributeType.Name(attr.type)} {helper.get_attribute_value(attr)!r}.",
+def _check_arity(spec: OpSpec, node: NodeProto) -> None:
+    for what, given, args in (("inputs", node.input, spec.inputs), ("outputs", node.output, spec.outputs)):
+        if len(given) > len(args):
+            raise ModelError(
+                f"{spec.name}: node '{node.name}' has {len(given)} {what}, the operator has at most "
+                f"{len(args)}: {', '.join(a.name for a in args)}.",
                 op=spec.name,
             )
-        given[attr.name] = helper.get_attribute_value(attr)
+
+
+def _check_node(spec: OpSpec, node: NodeProto, types: dict[str, TensorInfo]) -> list[str]:
+    """Check all that is known of a node before any kernel sees it, and write out its attributes.
+
+    Returns:
+        The dtypes of its inputs, ``""`` where unknown and ``"absent"`` where there is none.
+    """
+    infos = [types.get(name, TensorInfo("", None)) if name else None for name in node.input]
     try:
-        legal = spec.check_attributes(given)
-    except AttributeValueError as error:
-        raise AttributeValueError(f"{error} (node '{node.name}')", op=spec.name) from error
+        legal, _ = spec.check(infos, _attributes(spec, node))
+    except MoeOnnxError as error:
+        message = f"{error} (node '{node.name}')"
+        raise type(error)(message, op=spec.name, aclnn_status=error.aclnn_status) from error
     del node.attribute[:]
-    node.attribute.extend(helper.make_attribute(k, v) for k, v in legal.items() if v is not None and v != ())
+    node.attribute.extend(helper.make_attribute(k, v) for k, v in legal.items() if v not in (None, ()))
+    pairs = zip(spec.inputs, infos, strict=False)
+    return ["absent" if i is None or is_absent(arg, i) else i.dtype for arg, i in pairs]
+
+
+def _attributes(spec: OpSpec, node: NodeProto) -> dict[str, Any]:
+    kinds = {a.name: AttributeProto.INTS if a.kind == "ints" else AttributeProto.INT for a in spec.attributes}
+    for attr in node.attribute:
+        kind = kinds.get(attr.name, attr.type)  # unknown names are found by the spec
+        if attr.type != kind:
+            raise AttributeValueError(
+                f"{spec.name}: attribute '{attr.name}' must be {AttributeProto.AttributeType.Name(kind)}, "
+                f"got {AttributeProto.AttributeType.Name(attr.type)} {helper.get_attribute_value(attr)!r}.",
+                op=spec.name,
+            )
+    return {attr.name: helper.get_attribute_value(attr) for attr in node.attribute}
 
 
 def _fill_inputs(spec: OpSpec, node: NodeProto, names: set[str]) -> list[NodeProto]:
     """Absent optional inputs become empty constants of shape [0, 0] in the right dtype."""
-    if len(node.input) > len(spec.inputs):
-        raise ModelError(
-            f"{spec.name}: node '{node.name}' has {len(node.input)} inputs, the operator takes at most "
-            f"{len(spec.inputs)}: {', '.join(a.name for a in spec.inputs)}.",
-            op=spec.name,
-        )
     inputs = [*node.input, *[""] * (len(spec.inputs) - len(node.input))]
     added: list[NodeProto] = []
     for i, arg in enumerate(spec.inputs):
         if inputs[i]:
             continue
-        if not arg.optional:
-            raise ModelError(
-                f"{spec.name}: node '{node.name}' lacks the required input '{arg.name}'.", op=spec.name
-            )
         elem = TensorProto.BOOL if arg.type_var == "M" else TensorProto.FLOAT
         empty = helper.make_tensor(arg.name, elem, [0, 0], [])
         raw = _fresh(f"{node.output[0]}/{arg.name}", names)
@@ -251,13 +261,14 @@ def _fill_inputs(spec: OpSpec, node: NodeProto, names: set[str]) -> list[NodePro
 
 
 def _to_python(
-    spec: OpSpec, node: NodeProto, dtype: str, session: int, names: set[str], done: Legalized
+    spec: OpSpec, node: NodeProto, dtypes: list[str], session: int, names: set[str], done: Legalized
 ) -> list[NodeProto]:
-    if dtype not in (*_SIXTEEN_BIT, "float32", "float64"):
+    dtype = dtypes[0]
+    if "" in dtypes:
         # Registered ops shadow functions of their name, so the body goes by another domain.
         node.domain = BODY_DOMAIN
         done.body_nodes += 1
-        done.notes.append(f"node '{node.name}' runs its function body: the dtype of its input is not known")
+        done.notes.append(f"node '{node.name}' runs its function body: the dtype of an input is not known")
         return [node]
     done.python_nodes += 1
     restore = next((a for a in node.attribute if a.name == "restore_shape"), None)
