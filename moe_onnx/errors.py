@@ -26,9 +26,7 @@ class MoeOnnxError(Exception):
     op: str | None = None
     node: str | None = None
 
-    def __init__(
-        self, message: str, *, op: str | None = None, aclnn_status: int | None = None
-    ) -> None:
+    def __init__(self, message: str, *, op: str | None = None, aclnn_status: int | None = None) -> None:
         super().__init__(message)
         if op is not None:
             self.op = op

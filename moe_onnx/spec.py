@@ -144,9 +144,7 @@ class OpSpec:
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1)
                 hint = f"Did you mean '{close[0]}'?" if close else f"Legal: {', '.join(known)}."
-                raise AttributeValueError(
-                    f"{self.name}: unknown attribute '{name}'. {hint}", op=self.name
-                )
+                raise AttributeValueError(f"{self.name}: unknown attribute '{name}'. {hint}", op=self.name)
         return {name: self._attribute(attr, attributes.get(name)) for name, attr in known.items()}
 
     def _attribute(self, attr: Attr, value: Any) -> Any:
@@ -227,7 +225,11 @@ class Axes:
                 )
         for name, shape, letters in known:
             for letter, size in zip(letters, shape, strict=True):
-                self.bind(letter, size, f"'{name}', whose shape {show(shape)} is read as [{' '.join(letters)}]")
+                self.bind(
+                    letter,
+                    size,
+                    f"'{name}', whose shape {show(shape)} is read as [{' '.join(letters)}]",
+                )
 
     def bind(self, letter: str, size: Dim, where: str) -> None:
         """Say that ``letter`` is ``size``; refuse it if it is already another number."""

@@ -61,7 +61,9 @@ def make_model(op: str, inputs: list[Any], attributes: dict[str, Any], opset: in
     names = [arg.name if value is not None else "" for arg, value in zip(spec.inputs, inputs, strict=False)]
     while names and not names[-1]:
         names.pop()
-    ints = {k: int(v) if isinstance(v, (bool, np.bool_)) else v for k, v in attributes.items() if v is not None}
+    ints = {
+        k: int(v) if isinstance(v, (bool, np.bool_)) else v for k, v in attributes.items() if v is not None
+    }
     node = helper.make_node(op, names, [a.name for a in spec.outputs], domain=DOMAIN, name="the_node", **ints)
     graph = helper.make_graph(
         [node],

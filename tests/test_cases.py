@@ -27,7 +27,7 @@ NON_FINITE = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 def tensor(case: dict[str, Any] | None) -> Any:
     if case is None:
         return None
-    dtype = np.dtype(getattr(ml_dtypes, "bfloat16") if case["dtype"] == "bfloat16" else case["dtype"])
+    dtype = np.dtype(ml_dtypes.bfloat16 if case["dtype"] == "bfloat16" else case["dtype"])
     size = int(np.prod(case["shape"]))
     if "fill" in case:
         flat = np.full(size, NON_FINITE.get(case["fill"], case["fill"]))
@@ -66,7 +66,12 @@ def is_duplicate(op: str, case: dict[str, Any]) -> bool:
         return False
     at, value = case["error"]["position"][0], case["error"]["value"]
     return any(
-        i is not None and i.ndim == 1 and i.dtype == np.int32 and len(i) > at and i[at] == value and value in i[:at]
+        i is not None
+        and i.ndim == 1
+        and i.dtype == np.int32
+        and len(i) > at
+        and i[at] == value
+        and value in i[:at]
         for i in inputs
     )
 
@@ -95,7 +100,9 @@ def test_error_in_python(op: str, case: dict[str, Any], route: str) -> None:
     check_error(op, case, inputs, caught.value)
 
 
-@pytest.mark.parametrize(("op", "case"), [pytest.param(*p.values[:2], id=p.id) for p in params("python", error=True)])
+@pytest.mark.parametrize(
+    ("op", "case"), [pytest.param(*p.values[:2], id=p.id) for p in params("python", error=True)]
+)
 def test_error_in_a_session(op: str, case: dict[str, Any]) -> None:
     """Through onnxruntime an op's error is the same error, with the node's name."""
     inputs, attributes = arguments(op, case)

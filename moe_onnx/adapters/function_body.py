@@ -9,7 +9,7 @@ import onnx.parser
 
 from moe_onnx.errors import ModelError, OptionError
 from moe_onnx.operators import BY_NAME
-from moe_onnx.spec import DOMAIN
+from moe_onnx.spec import DOMAIN, OpSpec
 
 OLDEST_OPSET = 18  # ScatterElements with reduction="max"
 
@@ -34,13 +34,16 @@ def function_body(op: str, opset: int = OLDEST_OPSET) -> onnx.FunctionProto:
             op=spec.name,
         )
     rules = dict(re.findall(r"^\s*(\w+) = .*# check: (.+)$", spec.body, re.MULTILINE))
-    text = "\n".join(line.split("#")[0] for line in spec.body.splitlines())
-    function = onnx.parser.parse_function(
-        f'<domain: "{DOMAIN}", opset_import: ["" : {opset}]>\n{text}'
-    )
+    text = body_text(spec)
+    function = onnx.parser.parse_function(f'<domain: "{DOMAIN}", opset_import: ["" : {opset}]>\n{text}')
     function.doc_string = f"{spec.summary}\n\n{spec.formula}"
     _name_nodes(function.node, spec.name, rules)
     return function
+
+
+def body_text(spec: OpSpec) -> str:
+    """The ONNX text of a body without its comments, which onnx's parser does not know."""
+    return "\n".join(line.split("#")[0] for line in spec.body.splitlines())
 
 
 def _name_nodes(nodes: object, prefix: str, rules: dict[str, str]) -> None:

@@ -45,6 +45,7 @@ class Parked:
         self._errors: list[tuple[int, int, str, BaseException]] = []
 
     def put(self, session: int, node: str, error: BaseException) -> None:
+        """Keep an error for the session whose op raised it."""
         with self._lock:
             self._errors.append((session, threading.get_ident(), node, error))
 
@@ -98,7 +99,10 @@ def register_python_ops() -> None:
                 }
                 for domain, more in ((DOMAIN, {}), (SESSION_DOMAIN, extra)):
                     onnx_op(
-                        op_type=f"{domain}::{spec.name}", inputs=inputs, outputs=outputs, attrs={**attrs, **more}
+                        op_type=f"{domain}::{spec.name}",
+                        inputs=inputs,
+                        outputs=outputs,
+                        attrs={**attrs, **more},
                     )(_guard(spec, kernel, dtype))
 
 

@@ -24,7 +24,7 @@ class _Carrier(Exception):
 class _Op(OpRun):
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         try:
-            return super().run(*args, **kwargs)  # type: ignore[no-any-return]
+            return super().run(*args, **kwargs)  # type: ignore[no-untyped-call, no-any-return]
         except _Carrier as carrier:
             raise carrier.args[0] from None
 
@@ -39,8 +39,7 @@ def _make(spec: OpSpec) -> type[OpRun]:
             raise _Carrier(error) from error
         outputs = result if isinstance(result, tuple) else (result,)
         return tuple(
-            absent_output(spec, i, inputs) if value is None else value
-            for i, value in enumerate(outputs)
+            absent_output(spec, i, inputs) if value is None else value for i, value in enumerate(outputs)
         )
 
     return type(spec.name, (_Op,), {"op_domain": DOMAIN, "_run": run, "__doc__": spec.summary})
@@ -56,5 +55,3 @@ def absent_output(spec: OpSpec, index: int, inputs: tuple[Any, ...]) -> Any:
     ranks = len(arg.axes.split())
     dtype = arg.dtypes[0] if "int32" in arg.dtypes else np.asarray(inputs[0]).dtype
     return np.zeros((0,) * ranks, dtype)
-
-

@@ -35,8 +35,12 @@ ELEM_TYPES = {
     "bool": onnx.TensorProto.BOOL,
     "int8": onnx.TensorProto.INT8,
 }
-DTYPES = {elem: name for name, elem in ELEM_TYPES.items()}
-_KINDS = {"int": OpSchema.AttrType.INT, "bool": OpSchema.AttrType.INT, "ints": OpSchema.AttrType.INTS}
+DTYPES: dict[int, str] = {int(elem): name for name, elem in ELEM_TYPES.items()}
+_KINDS = {
+    "int": OpSchema.AttrType.INT,
+    "bool": OpSchema.AttrType.INT,
+    "ints": OpSchema.AttrType.INTS,
+}
 
 
 def register_schemas() -> None:
@@ -60,7 +64,11 @@ def make_schema(spec: OpSpec) -> OpSchema:
         inputs=[_parameter(arg) for arg in spec.inputs],
         outputs=[_parameter(arg) for arg in spec.outputs],
         type_constraints=[
-            (var, [TYPE_STRINGS[name] for name in arg.dtypes], f"dtypes of '{arg.name}' and its like")
+            (
+                var,
+                [TYPE_STRINGS[name] for name in arg.dtypes],
+                f"dtypes of '{arg.name}' and its like",
+            )
             for var, arg in variables.items()
         ],
         attributes=[_attribute(attr) for attr in spec.attributes],
@@ -126,8 +134,7 @@ def tensor_info(proto: onnx.TypeProto) -> TensorInfo:
     if not tensor.HasField("shape"):
         return TensorInfo(dtype, None)
     shape: Shape = tuple(
-        dim.dim_value if dim.HasField("dim_value") else (dim.dim_param or None)
-        for dim in tensor.shape.dim
+        dim.dim_value if dim.HasField("dim_value") else (dim.dim_param or None) for dim in tensor.shape.dim
     )
     return TensorInfo(dtype, shape)
 

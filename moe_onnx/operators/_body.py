@@ -71,8 +71,9 @@ def precision(out: str, tensor: str) -> str:
     Which of 1/2, 1 + 2^-10, 1 + 2^-20 and 1 + 2^-40 survive the dtype tells it. Runtimes fold this
     to a constant when they load the model, and keep one branch of an ``If`` on it.
     """
+    probes = ", ".join(repr(probe) for probe in (0.5, 1 + 2**-10, 1 + 2**-20, 1 + 2**-40))
     return f"""
-    {out}_probes = Constant <value = double[4] {{0.5, 1.0009765625, 1.00000095367431640625, 1.00000000000090949}}> ()
+    {out}_probes = Constant <value = double[4] {{{probes}}}> ()
     {out}_cast = CastLike ({out}_probes, {tensor})
     {out}_back = Cast <to = 11> ({out}_cast)
     {out}_alive = Equal ({out}_back, {out}_probes)

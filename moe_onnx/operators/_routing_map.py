@@ -131,7 +131,8 @@ RESTORE_SHAPE = """
 
 # ONNX text for slot_cells and row_cells. Both read selected [T, E], num_experts and num_cells; a slot
 # or row without a pair has the cell num_cells = T*E, one past the last.
-SLOT_CELLS = """
+SLOT_CELLS = (
+    """
     axis_1 = Constant <value_int = 1> ()
     selected_int = Cast <to = 6> (selected)
     running_int = CumSum (selected_int, axis_1)
@@ -146,12 +147,14 @@ SLOT_CELLS = """
     running_flat = Reshape (running, minus_one)
     pair_count = Gather <axis = 0> (running_flat, pair_cell)
     too_many_experts = Greater (pair_count, k)
-""" + check(
-    "routing_map must select at most top_k experts per token",
-    "too_many_experts",
-    before="zero",
-    after="passed_counts",
-) + """
+"""
+    + check(
+        "routing_map must select at most top_k experts per token",
+        "too_many_experts",
+        before="zero",
+        after="passed_counts",
+    )
+    + """
     pair_rank = Sub (pair_count, one)
     pair_slot_start = Mul (pair_token, k)
     pair_slot_free = Add (pair_slot_start, pair_rank)
@@ -159,7 +162,9 @@ SLOT_CELLS = """
     no_slot_cell = Expand (num_cells, n)
     slot_cell_of_slot = ScatterElements <axis = 0> (no_slot_cell, pair_slot, pair_cell)
 """
-ROW_CELLS = """
+)
+ROW_CELLS = (
+    """
     selected_by_expert = Transpose <perm = [1, 0]> (selected)
     row_pairs = NonZero (selected_by_expert)
     row_expert_2d = Slice (row_pairs, zero, one, zero)
@@ -170,12 +175,18 @@ ROW_CELLS = """
     cell_of_row_free = Add (row_start, row_expert)
     num_pairs = Shape (cell_of_row_free)
     too_many_pairs = Greater (num_pairs, n)
-""" + check(
-    "routing_map must select at most N pairs", "too_many_pairs", before="zero", after="passed_pairs"
-) + """
+"""
+    + check(
+        "routing_map must select at most N pairs",
+        "too_many_pairs",
+        before="zero",
+        after="passed_pairs",
+    )
+    + """
     num_without = Sub (n, num_pairs)
     num_without_and_none = Add (num_without, one)
     without_pair_free = Add (num_cells, passed_pairs)
     without_pair = Expand (without_pair_free, num_without_and_none)
     cell_of_row_or_none = Concat <axis = 0> (cell_of_row_free, without_pair)
 """
+)

@@ -97,10 +97,11 @@ def moe_init_routing_v2(
         rows = min(attrs["active_num"], len(flat)) if attrs["active_num"] else len(flat)
         expanded = tokens[order[:rows] // max(top_k, 1)]
         flag = attrs["expert_tokens_count_or_cumsum_flag"]
-        counts = np.bincount(flat, minlength=num_experts).astype(np.int32) if flag else None
-        if flag == 1 and counts is not None:
-            counts = np.cumsum(counts, dtype=np.int32)
-        return expanded, place.astype(np.int32), counts, None
+        if not flag:
+            return expanded, place.astype(np.int32), None, None
+        counts: Array = np.bincount(flat, minlength=num_experts)
+        asked = np.cumsum(counts) if flag == 1 else counts
+        return expanded, place.astype(np.int32), asked.astype(np.int32), None
     capacity = attrs["expert_capacity"]
     counts = np.bincount(flat, minlength=num_experts)
     first = np.cumsum(counts) - counts
@@ -110,14 +111,22 @@ def moe_init_routing_v2(
     kept = index >= 0
     expanded[index[kept]] = tokens[np.flatnonzero(kept) // max(top_k, 1)]
     before = counts.astype(np.int32) if attrs["expert_tokens_before_capacity_flag"] else None
-    return expanded.reshape(num_experts, capacity, -1 if tokens.shape[1] else 0), index, None, before
+    return (
+        expanded.reshape(num_experts, capacity, -1 if tokens.shape[1] else 0),
+        index,
+        None,
+        before,
+    )
 
 
 def _shapes(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) -> list[TensorInfo | None]:
     x, expert_idx = inputs
     assert x is not None and expert_idx is not None
     experts, capacity = attributes["expert_num"], attributes["expert_capacity"]
-    padded, flag = attributes["drop_pad_mode"] == 1, attributes["expert_tokens_count_or_cumsum_flag"]
+    padded, flag = (
+        attributes["drop_pad_mode"] == 1,
+        attributes["expert_tokens_count_or_cumsum_flag"],
+    )
     for name, needed in (("expert_num", padded or flag > 0), ("expert_capacity", padded)):
         if needed and attributes[name] < 1:
             why = "with drop_pad_mode 1" if padded else "with expert_tokens_count_or_cumsum_flag > 0"
@@ -312,13 +321,39 @@ SPEC = OpSpec(
         Arg("expert_idx", "T K", "expert of each slot, in [0, expert_num)", INDICES, "I"),
     ),
     outputs=(
-        Arg("expanded_x", "R H | E C H", "rows by expert; 0 where no slot fills a row", differentiable=True),
+        Arg(
+            "expanded_x",
+            "R H | E C H",
+            "rows by expert; 0 where no slot fills a row",
+            differentiable=True,
+        ),
         Arg("expanded_row_idx", "N", "row of each slot, token-major; -1 is dropped", INDICES, "I"),
-        Arg("expert_tokens_count_or_cumsum", "E", f"slots per expert; {_OPTIONAL}", INDICES, "I", optional=True),
-        Arg("expert_tokens_before_capacity", "E", f"slots per expert; {_OPTIONAL}", INDICES, "I", optional=True),
+        Arg(
+            "expert_tokens_count_or_cumsum",
+            "E",
+            f"slots per expert; {_OPTIONAL}",
+            INDICES,
+            "I",
+            optional=True,
+        ),
+        Arg(
+            "expert_tokens_before_capacity",
+            "E",
+            f"slots per expert; {_OPTIONAL}",
+            INDICES,
+            "I",
+            optional=True,
+        ),
     ),
     attributes=(
-        Attr("active_num", "int", "rows to keep, 0 keeps all; not in drop/pad", ">= 0", lambda v: v >= 0, 0),
+        Attr(
+            "active_num",
+            "int",
+            "rows to keep, 0 keeps all; not in drop/pad",
+            ">= 0",
+            lambda v: v >= 0,
+            0,
+        ),
         Attr("expert_capacity", "int", "C, rows per expert in drop/pad", ">= 0", lambda v: v >= 0, 0),
         Attr("expert_num", "int", "E; needed in drop/pad and for counts", ">= 0", lambda v: v >= 0, 0),
         Attr("drop_pad_mode", "int", "1 for drop/pad", "0 or 1", lambda v: v in (0, 1), 0),

@@ -239,7 +239,14 @@ SPEC = OpSpec(
     attributes=(
         Attr("top_k", "int", "experts per token K; divides N", "> 0", lambda v: v > 0, required=True),
         Attr("drop_pad_mode", "int", "1 for drop/pad", "0 or 1", lambda v: v in (0, 1), 0),
-        Attr("active_num", "int", "rows A when active; 0 is dropless; unused in drop/pad", ">= 0", lambda v: v >= 0, 0),
+        Attr(
+            "active_num",
+            "int",
+            "rows A when active; 0 is dropless; unused in drop/pad",
+            ">= 0",
+            lambda v: v >= 0,
+            0,
+        ),
     ),
     shapes=_shapes,
     reference=moe_init_routing_v2_grad,

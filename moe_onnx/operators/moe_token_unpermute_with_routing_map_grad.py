@@ -233,7 +233,10 @@ def _shapes(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) 
     if probs is None:
         return [rows, None]
     unknown = probs.shape is None
-    return [rows, TensorInfo(probs.dtype, probs.shape if not present or unknown else (axes["T"], axes["E"]))]
+    return [
+        rows,
+        TensorInfo(probs.dtype, probs.shape if not present or unknown else (axes["T"], axes["E"])),
+    ]
 
 
 def _given(info: TensorInfo | None, present: bool) -> TensorInfo | None:
@@ -301,7 +304,12 @@ _WITH_PROBS = (
     slot_beyond = GreaterOrEqual (row, num_permuted)
     bad_slot_row = And (slot_named, slot_beyond)
     """,
-    check("out_index must name rows of permuted_tokens", "bad_slot_row", before="zero", after="passed_rows"),
+    check(
+        "out_index must name rows of permuted_tokens",
+        "bad_slot_row",
+        before="zero",
+        after="passed_rows",
+    ),
     """
     num_cells_free = ReduceProd <keepdims = 1> (cells_shape)
     num_cells = Add (num_cells_free, passed_sizes)
@@ -448,8 +456,14 @@ BODY = body(
         ("out_index must be int32", "bad_index_dtype"),
         ("permute_token_id must be int32", "bad_token_dtype"),
         ("routing_map must be bool or int8", "bad_map_dtype_given"),
-        ("permuted_tokens must have the dtype of unpermuted_tokens_grad", "bad_permuted_dtype_given"),
-        ("probs must have the dtype of unpermuted_tokens_grad, or float32 beside bfloat16", "bad_probs_dtype_given"),
+        (
+            "permuted_tokens must have the dtype of unpermuted_tokens_grad",
+            "bad_permuted_dtype_given",
+        ),
+        (
+            "probs must have the dtype of unpermuted_tokens_grad, or float32 beside bfloat16",
+            "bad_probs_dtype_given",
+        ),
         ("drop_and_pad must be 0 or 1", "bad_pad"),
         ("unpermuted_tokens_grad must be 2-D", "bad_grad_rank"),
         ("out_index must be 1-D", "bad_index_rank"),
@@ -459,8 +473,14 @@ BODY = body(
         ("permuted_tokens must be 2-D", "bad_permuted_rank"),
         ("out_index and permute_token_id must be equally long", "bad_lengths"),
         ("routing_map must be [T, E]", "bad_map_tokens"),
-        ("permuted_tokens must have the hidden size of unpermuted_tokens_grad", "bad_permuted_hidden"),
-        ("permuted_tokens must have a row for every slot or every selected pair", "bad_permuted_rows"),
+        (
+            "permuted_tokens must have the hidden size of unpermuted_tokens_grad",
+            "bad_permuted_hidden",
+        ),
+        (
+            "permuted_tokens must have a row for every slot or every selected pair",
+            "bad_permuted_rows",
+        ),
         ("restore_shape must be the shape of unpermuted_tokens_grad", "bad_padded_restore"),
         ("tokens must divide the length of out_index", "bad_tokens"),
     ),
@@ -527,9 +547,20 @@ SPEC = OpSpec(
     summary="Gradient of MoeTokenUnpermuteWithRoutingMap for rows and probabilities.",
     formula="G[out_index[i]] = dY[t] * probs[t, e];  Q[t, e] = sum over h of P[out_index[i], h] * dY[t, h]",
     inputs=(
-        Arg("unpermuted_tokens_grad", "T H", "dY, gradient of the combined tokens", differentiable=True),
+        Arg(
+            "unpermuted_tokens_grad",
+            "T H",
+            "dY, gradient of the combined tokens",
+            differentiable=True,
+        ),
         Arg("out_index", "N", "row of each slot, in [-1, N), unique apart from -1", INDICES, "I"),
-        Arg("permute_token_id", "N", "token of each slot, or out_index again (slot form)", INDICES, "I"),
+        Arg(
+            "permute_token_id",
+            "N",
+            "token of each slot, or out_index again (slot form)",
+            INDICES,
+            "I",
+        ),
         Arg("routing_map", "T E", "non-zero selects; needed with probs", MAPS, "M", optional=True),
         Arg(
             "permuted_tokens",
@@ -538,15 +569,33 @@ SPEC = OpSpec(
             optional=True,
             differentiable=True,
         ),
-        Arg("probs", "T E", "weights; shape (0, 0) is absent", type_var="TP", optional=True, differentiable=True),
+        Arg(
+            "probs",
+            "T E",
+            "weights; shape (0, 0) is absent",
+            type_var="TP",
+            optional=True,
+            differentiable=True,
+        ),
     ),
     outputs=(
         Arg("permuted_tokens_grad", "N H", "G, 0 in rows that no slot stands for"),
-        Arg("probs_grad", "T E", "Q, 0 in cells that no slot stands for", type_var="TP", optional=True),
+        Arg(
+            "probs_grad",
+            "T E",
+            "Q, 0 in cells that no slot stands for",
+            type_var="TP",
+            optional=True,
+        ),
     ),
     attributes=(
         Attr(
-            "drop_and_pad", "bool", "whether every expert has exactly C rows", "0 or 1", lambda v: v in (0, 1), 0
+            "drop_and_pad",
+            "bool",
+            "whether every expert has exactly C rows",
+            "0 or 1",
+            lambda v: v in (0, 1),
+            0,
         ),
         Attr("restore_shape", "ints", "shape of dY, checked when padded", "integers", lambda v: True),
     ),

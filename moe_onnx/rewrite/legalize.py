@@ -10,13 +10,22 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import onnx
 import onnx.inliner
 import onnx.shape_inference
-from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
+from onnx import (
+    AttributeProto,
+    FunctionProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    helper,
+)
 
 from moe_onnx.adapters.function_body import OLDEST_OPSET, function_body
 from moe_onnx.adapters.python_ops import SERVED, SESSION_DOMAIN
@@ -165,10 +174,9 @@ def _inline_callers(model: ModelProto) -> ModelProto:
 
 def _value_types(model: ModelProto) -> dict[str, TensorInfo]:
     """Dtype and shape of every value that onnx can tell, subgraphs' values included."""
-    try:
+    # Inference is a help here; nodes whose types it cannot tell run by their function bodies.
+    with suppress(Exception):
         model = onnx.shape_inference.infer_shapes(model)
-    except Exception:  # inference is a help here; what it cannot tell goes by the function bodies
-        pass
     types: dict[str, TensorInfo] = {}
     for graph in _graphs(model.graph):
         for value in (*graph.input, *graph.value_info, *graph.output):
@@ -196,7 +204,10 @@ def _fresh(base: str, names: set[str]) -> str:
 
 
 def _check_arity(spec: OpSpec, node: NodeProto) -> None:
-    for what, given, args in (("inputs", node.input, spec.inputs), ("outputs", node.output, spec.outputs)):
+    for what, given, args in (
+        ("inputs", node.input, spec.inputs),
+        ("outputs", node.output, spec.outputs),
+    ):
         if len(given) > len(args):
             raise ModelError(
                 f"{spec.name}: node '{node.name}' has {len(given)} {what}, the operator has at most "
@@ -255,7 +266,8 @@ def _fill_inputs(spec: OpSpec, node: NodeProto, names: set[str]) -> list[NodePro
     del node.input[:], node.output[:]
     node.input.extend(inputs)
     node.output.extend(
-        name or _fresh(f"{outputs[0]}/{arg.name}", names) for name, arg in zip(outputs, spec.outputs, strict=True)
+        name or _fresh(f"{outputs[0]}/{arg.name}", names)
+        for name, arg in zip(outputs, spec.outputs, strict=True)
     )
     return added
 
@@ -316,5 +328,3 @@ def _finish(model: ModelProto) -> None:
     for domain in sorted({d for d, _ in used} - imported - {"", "ai.onnx"}):
         model.opset_import.append(helper.make_opsetid(domain, VERSION))
     model.ir_version = max(model.ir_version, 8)  # the first with functions
-
-

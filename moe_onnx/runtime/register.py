@@ -42,7 +42,11 @@ def _is_registered(options: onnxruntime.SessionOptions) -> bool:
         pass  # no such entry
     # Options do not tell which libraries are on them, but whether a model of ours loads does.
     writes = options.optimized_model_filepath, options.enable_profiling, options.log_severity_level
-    options.optimized_model_filepath, options.enable_profiling, options.log_severity_level = "", False, 4
+    options.optimized_model_filepath, options.enable_profiling, options.log_severity_level = (
+        "",
+        False,
+        4,
+    )
     try:
         onnxruntime.InferenceSession(_probe(), options, providers=["CPUExecutionProvider"])
     except Exception:
@@ -55,12 +59,21 @@ def _is_registered(options: onnxruntime.SessionOptions) -> bool:
 def _probe() -> bytes:
     float_, int_ = TensorProto.FLOAT, TensorProto.INT32
     node = helper.make_node(
-        "MoeInitRoutingV2Grad", ["g", "i"], ["y"], domain=DOMAIN, top_k=1, drop_pad_mode=0, active_num=0
+        "MoeInitRoutingV2Grad",
+        ["g", "i"],
+        ["y"],
+        domain=DOMAIN,
+        top_k=1,
+        drop_pad_mode=0,
+        active_num=0,
     )
     graph = helper.make_graph(
         [node],
         "probe",
-        [helper.make_tensor_value_info("g", float_, [1, 1]), helper.make_tensor_value_info("i", int_, [1])],
+        [
+            helper.make_tensor_value_info("g", float_, [1, 1]),
+            helper.make_tensor_value_info("i", int_, [1]),
+        ],
         [helper.make_tensor_value_info("y", float_, [1, 1])],
     )
     imports = [helper.make_opsetid("", 18), helper.make_opsetid(DOMAIN, VERSION)]

@@ -70,7 +70,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         options = sess_options if sess_options is not None else onnxruntime.SessionOptions()
         self._lock = threading.Lock() if _is_parallel(options) else None
         model, folder = _load(path_or_bytes)
-        source: Any = path_or_bytes if not isinstance(path_or_bytes, onnx.ModelProto) else _encode(path_or_bytes)
+        source: Any = (
+            path_or_bytes if not isinstance(path_or_bytes, onnx.ModelProto) else _encode(path_or_bytes)
+        )
         if model is not None and uses_domain(model):
             done = _legalize(model, kernels, self._number)
             self.moe_kernels = {"python": done.python_nodes, "body": done.body_nodes}
@@ -99,7 +101,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         values = self._guarded(super().run_with_ort_values, wanted, feed, run_options)
         return [to_numpy(value) for value in values]
 
-    def run_with_ort_values(self, output_names: Any, input_dict_ort_values: Any, run_options: Any = None) -> Any:
+    def run_with_ort_values(
+        self, output_names: Any, input_dict_ort_values: Any, run_options: Any = None
+    ) -> Any:
         """As in onnxruntime."""
         return self._guarded(super().run_with_ort_values, output_names, input_dict_ort_values, run_options)
 
@@ -108,7 +112,12 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         self._guarded(super().run_with_iobinding, iobinding, run_options)
 
     def run_async(
-        self, output_names: Any, input_feed: Any, callback: Callable[..., Any], user_data: Any, run_options: Any = None
+        self,
+        output_names: Any,
+        input_feed: Any,
+        callback: Callable[..., Any],
+        user_data: Any,
+        run_options: Any = None,
     ) -> None:
         """As in onnxruntime; an operator's error comes as the text of the callback's error."""
 
@@ -203,7 +212,8 @@ def _load(source: Any) -> tuple[onnx.ModelProto | None, str | None]:
 
 def _encode(model: onnx.ModelProto) -> bytes:
     try:
-        return model.SerializeToString()
+        data: bytes = model.SerializeToString()
+        return data
     except (EncodeError, ValueError) as error:
         raise ModelError(
             "The model is larger than 2 GB, more than protobuf can hold. Save it with external data "
