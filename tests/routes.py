@@ -6,6 +6,7 @@ outputs, absent ones as None. A test over routes is a test of all of them.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -39,12 +40,18 @@ def run(op: str, route: str, inputs: list[Any], attributes: dict[str, Any]) -> l
     if route == "evaluator":
         session = ReferenceEvaluator(model, new_ops=moe_onnx.reference_ops())
     else:
-        session = session_of(model, route)
+        session = _cached_session(model.SerializeToString(), route)
     values = session.run(None, feed_of(op, inputs))
     absent = [is_absent(op, i, inputs, attributes) for i in range(len(values))]
     for value, none, arg in zip(values, absent, BY_NAME[op].outputs, strict=True):
         assert not (none and value.size), f"{arg.name} is absent in the contract, got {value}"
     return [None if none else value for value, none in zip(values, absent, strict=True)]
+
+
+@functools.lru_cache(maxsize=512)
+def _cached_session(model: bytes, route: str) -> Any:
+    # One session for all sizes: making one costs more than running it.
+    return session_of(onnx.load_model_from_string(model), route)
 
 
 def session_of(model: onnx.ModelProto, route: str) -> Any:

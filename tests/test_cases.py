@@ -56,7 +56,13 @@ def params(*routes: str, error: bool) -> list[Any]:
         if ("error" in case) == error
         and has_route(op, route)
         and not (error and route in BODY_ROUTES and is_duplicate(op, case))
+        and not (route == "evaluator" and lacks_required(op, case))
     ]
+
+
+def lacks_required(op: str, case: dict[str, Any]) -> bool:
+    """A node without its required input is no model, so onnx's evaluator has nothing to run."""
+    return any(arg.name not in case["inputs"] for arg in BY_NAME[op].inputs if not arg.optional)
 
 
 def is_duplicate(op: str, case: dict[str, Any]) -> bool:
@@ -93,8 +99,6 @@ def test_case(op: str, case: dict[str, Any], route: str) -> None:
 @pytest.mark.parametrize(("op", "case", "route"), params("reference", "kernel", "evaluator", error=True))
 def test_error_in_python(op: str, case: dict[str, Any], route: str) -> None:
     inputs, attributes = arguments(op, case)
-    if route == "evaluator" and any(value is None for value in inputs):
-        pytest.xfail("a node without its required input is not a model")
     with pytest.raises(getattr(errors, case["error"]["class"])) as caught:
         run(op, route, inputs, attributes)
     check_error(op, case, inputs, caught.value)

@@ -119,7 +119,7 @@ def per_precision(outputs: tuple[str, ...], precision_of_tensor: str, text: str)
     In ``text``, ``$DTYPE`` is the dtype to widen to and ``$`` before a name makes it the branch's own.
     """
     branches = []
-    flag = f"{precision_of_tensor}_is_float64"
+    flag = f"{outputs[0]}_in_float64"
     for branch, mark, to in (("then_branch", "d_", 11), ("else_branch", "f_", 1)):
         inner = text.replace("$DTYPE", str(to)).replace("$", mark)
         outs = ", ".join(mark + out for out in outputs)

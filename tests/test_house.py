@@ -1,0 +1,223 @@
+"""The house stands as drawn: imports go one way, names are public on purpose, nothing is stale."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moe_onnx
+from moe_onnx.adapters.cards import card_files
+from moe_onnx.operators import ALL
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "moe_onnx"
+
+# Which rooms a room may import. Rooms to the right of it in the house, and nothing else.
+ROOMS = {
+    "errors": set(),
+    "spec": {"errors"},
+    "operators": {"errors", "spec"},
+    "kernels": {"errors", "spec", "operators"},
+    "adapters": {"errors", "spec", "operators", "kernels"},
+    "autodiff": {"errors", "spec", "operators", "adapters"},
+    "build": {"errors", "spec", "operators", "adapters", "autodiff"},
+    "rewrite": {"errors", "spec", "operators", "adapters", "autodiff"},
+    "runtime": {"errors", "spec", "operators", "kernels", "adapters", "rewrite"},
+    "validate": {
+        "errors",
+        "spec",
+        "operators",
+        "kernels",
+        "adapters",
+        "rewrite",
+        "runtime",
+        "build",
+        "autodiff",
+    },
+}
+NOT_ALLOWED = {
+    "errors": {"numpy", "onnx", "onnxruntime", "onnxruntime_extensions"},
+    "spec": {"numpy", "onnx", "onnxruntime", "onnxruntime_extensions"},
+    "operators": {"onnx", "onnxruntime", "onnxruntime_extensions"},
+    "kernels": {"onnx", "onnxruntime", "onnxruntime_extensions"},
+    "adapters": {"onnxruntime"},
+    "autodiff": {"onnxruntime", "onnxruntime_extensions"},
+    "build": {"onnxruntime", "onnxruntime_extensions"},
+    "rewrite": {"onnxruntime", "onnxruntime_extensions"},
+    "runtime": {"onnxruntime_extensions"},
+    "cli": {"onnxruntime_extensions"},
+}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(str(node.module))
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_one_way(path: Path) -> None:
+    room = room_of(path)
+    if room in ("__init__", "cli", "__main__"):  # the front door and the user's side see everything
+        return
+    rooms = {name.split(".")[1] for name in imported(path) if name.startswith("moe_onnx.")}
+    assert rooms <= ROOMS[room] | {room}, f"{room} must not import {rooms - ROOMS[room]}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_rooms_keep_off_what_is_not_theirs(path: Path) -> None:
+    foreign = {name.split(".")[0] for name in imported(path)}
+    assert not foreign & NOT_ALLOWED.get(room_of(path), set())
+    assert not foreign & {"torch", "transformers"}
+    if path.name != "python_ops.py":
+        assert "onnxruntime_extensions" not in foreign
+
+
+def test_public_names() -> None:
+    """Changing what is public is a visible act: it changes this list."""
+    assert sorted(moe_onnx.__all__) == [
+        "AttributeValueError",
+        "BodyCheckError",
+        "DtypeError",
+        "IndexValueError",
+        "InferenceSession",
+        "LimitError",
+        "MissingInputError",
+        "ModelError",
+        "MoeOnnxError",
+        "OptionError",
+        "RankError",
+        "RoutingMapError",
+        "ShapeError",
+        "__version__",
+        "add_function_bodies",
+        "function_body",
+        "moe_init_routing_v2",
+        "moe_init_routing_v2_grad",
+        "moe_token_unpermute_with_routing_map",
+        "moe_token_unpermute_with_routing_map_grad",
+        "reference_ops",
+        "register",
+    ]
+    for name in moe_onnx.__all__:
+        assert name == "__version__" or getattr(moe_onnx, name).__doc__, name
+
+
+def test_errors_derive_from_ours_and_from_a_builtin() -> None:
+    classes = [getattr(moe_onnx, name) for name in moe_onnx.__all__ if name.endswith("Error")]
+    for error in classes:
+        assert issubclass(error, moe_onnx.MoeOnnxError)
+        assert error is moe_onnx.MoeOnnxError or issubclass(error, ValueError)
+    assert issubclass(moe_onnx.DtypeError, TypeError)
+    assert issubclass(moe_onnx.IndexValueError, IndexError)
+
+
+@pytest.mark.parametrize("path", sorted(card_files(ROOT / "ops")), ids=lambda p: f"{p.parent.name}-{p.name}")
+def test_generated_files_are_fresh(path: Path) -> None:
+    """If this fails: ``moe-onnx cards``."""
+    assert path.read_text("utf-8") == card_files(ROOT / "ops")[path]
+
+
+def test_a_stale_file_is_seen(tmp_path: Path) -> None:
+    from moe_onnx.cli.commands import write_cards
+
+    assert len(write_cards(tmp_path, check=True)) == 2 * len(ALL)
+    assert not list(tmp_path.iterdir())
+    write_cards(tmp_path, check=False)
+    assert not write_cards(tmp_path, check=True)
+    (tmp_path / ALL[0].name / "card.md").write_text("old")
+    assert write_cards(tmp_path, check=True) == [tmp_path / ALL[0].name / "card.md"]
+
+
+@pytest.mark.parametrize("spec", ALL, ids=lambda spec: spec.name)
+def test_function_text_is_the_function(spec: object) -> None:
+    """What others parse from ``function.txt`` is what our models carry."""
+    import onnx
+
+    name = spec.name  # type: ignore[attr-defined]
+    parsed = onnx.parser.parse_function((ROOT / "ops" / name / "function.txt").read_text("utf-8"))
+    body = moe_onnx.function_body(name)
+
+    def plain(nodes: object) -> list[object]:
+        result = []
+        for node in nodes:  # type: ignore[attr-defined]
+            inner = [plain(attr.g.node) for attr in node.attribute if attr.HasField("g")]
+            attrs = [attr.SerializeToString() for attr in node.attribute if not attr.HasField("g")]
+            result.append((node.op_type, list(node.input), list(node.output), attrs, inner))
+        return result
+
+    assert plain(parsed.node) == plain(body.node)
+
+
+@pytest.mark.parametrize("spec", ALL, ids=lambda spec: spec.name)
+def test_every_operator_has_its_folder_and_cases(spec: object) -> None:
+    name = spec.name  # type: ignore[attr-defined]
+    cases = json.loads((ROOT / "ops" / name / "cases.json").read_text("utf-8"))
+    assert cases["operator"] == name
+    names = [case["name"] for case in cases["cases"]]
+    assert len(names) == len(set(names)) >= 3
+    assert all(case["why"] for case in cases["cases"])
+
+
+def test_no_python_in_ops_and_models() -> None:
+    assert not [*(ROOT / "ops").rglob("*.py"), *(ROOT / "models").rglob("*.py")]
+
+
+def blocks(language: str) -> list[str]:
+    text = (ROOT / "README.md").read_text("utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_readme_python_runs(tmp_path: Path) -> None:
+    """All python blocks of the README, in one process, in their order."""
+    code = "\n".join(blocks("python"))
+    assert "InferenceSession" in code
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, cwd=tmp_path)
+
+
+def test_readme_has_the_two_commands() -> None:
+    shell = "\n".join(blocks("bash"))
+    assert "moe-onnx demo" in shell
+    assert "pytest" in shell
+
+
+def test_import_is_light() -> None:
+    """Importing brings in neither torch nor anything of the command line."""
+    code = "import sys, moe_onnx; print([m for m in ('torch', 'rich', 'click', 'hypothesis') if m in sys.modules])"
+    out = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=100, capture_output=True, text=True
+    )
+    assert out.stdout.strip() in ("[]", "['torch']")  # onnxruntime-extensions imports torch where it is
+
+
+@pytest.mark.parametrize(
+    "command", [["--help"], ["demo", "--help"], ["info"], ["demo"], ["cards", "ops", "--check"]]
+)
+def test_commands_succeed(command: list[str]) -> None:
+    run = [sys.executable, "-m", "moe_onnx.cli", *command]
+    subprocess.run(run, check=True, timeout=100, cwd=ROOT, capture_output=True)
+
+
+def test_a_wrong_command_exits_with_2() -> None:
+    run = [sys.executable, "-m", "moe_onnx.cli", "dmeo"]
+    assert subprocess.run(run, timeout=100, capture_output=True).returncode == 2
