@@ -214,7 +214,7 @@ def test_schemas_are_documented(spec: Any) -> None:
     assert [p.name for p in schema.inputs] == [a.name for a in spec.inputs]
     assert all(p.description for p in (*schema.inputs, *schema.outputs))
     assert set(schema.attributes) == {a.name for a in spec.attributes}
-    differentiable = {p.name for p in schema.inputs if "Differentiable" == p.differentiation_category.name}
+    differentiable = {p.name for p in schema.inputs if p.differentiation_category.name == "Differentiable"}
     assert differentiable == {a.name for a in spec.inputs if a.differentiable}
 
 
