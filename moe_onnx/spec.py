@@ -177,12 +177,12 @@ class OpSpec:
         return legal
 
 
-_KINDS = {"int": "an integer", "bool": "a boolean or 0/1", "ints": "a sequence of integers"}
+_KINDS = {"int": "a 64-bit integer", "bool": "a boolean or 0/1", "ints": "a sequence of 64-bit integers"}
 
 
 def _as_int(value: Any) -> int:
-    # True is no count; operator.index refuses floats, strings and None by itself.
-    if type(value).__name__ in ("bool", "bool_"):
+    # True is no count; operator.index refuses floats, strings and None by itself. ONNX has int64.
+    if type(value).__name__ in ("bool", "bool_") or not -(2**63) <= operator.index(value) < 2**63:
         raise TypeError(value)
     return operator.index(value)
 

@@ -39,7 +39,9 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def routes_of(op: str) -> Any:
-    return pytest.mark.parametrize("route", [r for r in ROUTES if has_route(op, r)])
+    # Unoptimised bodies run all hand cases; making their sessions is what takes time.
+    routes = [r for r in ROUTES if has_route(op, r) and r != "body_plain"]
+    return pytest.mark.parametrize("route", routes)
 
 
 def rng_of(name: str) -> np.random.Generator:
@@ -228,9 +230,7 @@ def test_unpermute(route: str, size: str, dtype: str, mode: str) -> None:
         tokens = np.empty_like(token)
         tokens[index] = token
     inputs = [rows, tokens, routing_map, None if "copy" in mode else probs]
-    attributes = {"drop_and_pad": int(padded)}
-    restore = list(dy.shape)
-    got = run("MoeTokenUnpermuteWithRoutingMap", route, inputs, {**attributes, "restore_shape": restore})
-    want = oracles.unpermute(*inputs, drop_and_pad=padded, restore_shape=restore)
+    got = run("MoeTokenUnpermuteWithRoutingMap", route, inputs, {"drop_and_pad": int(padded)})
+    want = oracles.unpermute(*inputs, drop_and_pad=padded, restore_shape=list(dy.shape))
     for value, expected in zip(got, want, strict=True):
         assert_same(value, expected, mode)

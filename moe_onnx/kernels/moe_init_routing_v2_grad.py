@@ -46,7 +46,7 @@ def moe_init_routing_v2_grad(
             part = taken[: high - low]
             total = grad_x[low:high] if sums is None else sums[: high - low]
             total[...] = 0
-            for slot in range(top_k):
+            for slot in range(slots.shape[1]):
                 # Indices are checked, and dropped ones are blanked below: clip only spares a check.
                 np.take(rows, slots[low:high, slot], axis=0, out=part, mode="clip")
                 if dropped is not None:

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_onnx.errors import IndexValueError
+from moe_onnx.errors import DtypeError, IndexValueError
 from moe_onnx.spec import OpSpec, TensorInfo
 
 Array = NDArray[Any]
@@ -16,10 +16,25 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def read(spec: OpSpec, *values: Any) -> tuple[list[Array | None], list[TensorInfo | None]]:
-    """Arguments as arrays (never copied when they are arrays already) and what is known of them."""
-    arrays = [None if value is None else np.asarray(value) for value in values]
+    """Arguments as arrays (never copied when they are native arrays) and what is known of them."""
+    arrays = [
+        None if value is None else _as_array(spec.name, arg.name, value)
+        for arg, value in zip(spec.inputs, values, strict=False)
+    ]
     infos = [None if a is None else TensorInfo(a.dtype.name, a.shape) for a in arrays]
     return arrays, infos
+
+
+def _as_array(op: str, name: str, value: Any) -> Array:
+    if isinstance(value, np.ma.MaskedArray):
+        raise DtypeError(f"{op}: '{name}' is a masked array, whose mask would be lost. Fill it first.", op=op)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise DtypeError(
+            f"{op}: '{name}' must be an array, got {type(value).__name__}: {error}", op=op
+        ) from error
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

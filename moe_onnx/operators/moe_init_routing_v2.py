@@ -26,6 +26,7 @@ from moe_onnx.operators._body import (
 from moe_onnx.spec import INDICES, Arg, Attr, Axes, Dim, OpSpec, TensorInfo
 
 NAME = "MoeInitRoutingV2"
+MAX_ROWS = 2**31 - 1  # rows and experts are named by int32
 
 
 def moe_init_routing_v2(
@@ -140,6 +141,12 @@ def _shapes(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) 
         raise LimitError(
             f"{NAME}: expert_capacity must be at most the number of tokens, "
             f"got expert_capacity = {capacity} and T = {tokens}.",
+            op=NAME,
+        )
+    if padded and experts * capacity > MAX_ROWS:
+        raise LimitError(
+            f"{NAME}: expert_num * expert_capacity must be at most {MAX_ROWS}, as rows are named by int32, "
+            f"got {experts} * {capacity}.",
             op=NAME,
         )
     slots: Dim = tokens * top_k if isinstance(tokens, int) and isinstance(top_k, int) else None
@@ -355,7 +362,14 @@ SPEC = OpSpec(
             0,
         ),
         Attr("expert_capacity", "int", "C, rows per expert in drop/pad", ">= 0", lambda v: v >= 0, 0),
-        Attr("expert_num", "int", "E; needed in drop/pad and for counts", ">= 0", lambda v: v >= 0, 0),
+        Attr(
+            "expert_num",
+            "int",
+            "E; needed in drop/pad and for counts",
+            "in [0, 2^31)",
+            lambda v: 0 <= v <= MAX_ROWS,
+            0,
+        ),
         Attr("drop_pad_mode", "int", "1 for drop/pad", "0 or 1", lambda v: v in (0, 1), 0),
         Attr(
             "expert_tokens_count_or_cumsum_flag",

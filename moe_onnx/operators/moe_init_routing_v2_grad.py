@@ -104,8 +104,9 @@ def prepare(grad_expanded_x: Any, expanded_row_idx: Any, **attributes: Any) -> P
         mode = "active" if active else "dropless"
         check_range(NAME, "expanded_row_idx", index, 0, len(index), f"{mode}, drop_pad_mode 0")
     check_unique(NAME, "expanded_row_idx", index, "each slot has a row of its own")
-    top_k = attrs["top_k"]
-    return Plan(rows, index.reshape(len(index) // top_k, top_k), padded or active)
+    tokens = len(index) // attrs["top_k"]
+    # Without tokens top_k may be anything, also what no array can have for an axis.
+    return Plan(rows, index.reshape(tokens, attrs["top_k"] if tokens else 0), padded or active)
 
 
 def _shapes(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) -> list[TensorInfo | None]:
