@@ -52,8 +52,8 @@ def main() -> None:
         op, contender = arguments.memory_of.split("/")
         print(extra_memory(op, contender, arguments.size, arguments.dtype))
         return
-    print(f"{cpu_name()}, {os.cpu_count()} cores; Python {platform.python_version()}, numpy {np.__version__}, "
-          f"onnxruntime {ort.__version__}, torch {torch_module().__version__}")  # fmt: skip
+    versions = f"numpy {np.__version__}, onnxruntime {ort.__version__}, torch {torch_module().__version__}"
+    print(f"{cpu_name()}, {os.cpu_count()} cores; Python {platform.python_version()}, {versions}")
     for size in SIZES if arguments.size == "all" else [arguments.size]:
         for dtype in DTYPES if arguments.dtype == "all" else [arguments.dtype]:
             for op in OPERATORS:
