@@ -36,7 +36,6 @@ AXES = {
     "N": "routed rows: T*K, or E*C when padded",
     "R": "rows of expanded_x: T*K, or min(active_num, T*K)",
     "P": "rows of permuted_tokens: N, or only as many as the routing map selects",
-    "S": "entries of an attribute or map whose size is free",
 }
 
 # float64 serves validation (finite differences on a graph lifted to double), see the contract.
@@ -116,13 +115,7 @@ class OpSpec:
             MissingInputError, DtypeError, AttributeValueError, RankError, ShapeError, LimitError.
         """
         inputs = [*inputs, *[None] * (len(self.inputs) - len(inputs))]
-        for arg, info in zip(self.inputs, inputs, strict=True):
-            if info is None and not arg.optional:
-                raise MissingInputError(
-                    f"{self.name}: required input '{arg.name}' is missing. "
-                    f"Pass a tensor of shape [{arg.axes}].",
-                    op=self.name,
-                )
+        self.check_required(inputs)
         if self.missing is not None:
             self.missing(inputs, attributes)
         for arg, info in zip(self.inputs, inputs, strict=True):
@@ -136,6 +129,16 @@ class OpSpec:
             self.mixes(inputs)
         legal = self.check_attributes(attributes)
         return legal, self.shapes(inputs, legal)
+
+    def check_required(self, inputs: Sequence[Any]) -> None:
+        """Refuse a call without a required input."""
+        for arg, value in zip(self.inputs, inputs, strict=True):
+            if value is None and not arg.optional:
+                raise MissingInputError(
+                    f"{self.name}: required input '{arg.name}' is missing. "
+                    f"Pass a tensor of shape [{arg.axes}].",
+                    op=self.name,
+                )
 
     def check_attributes(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
         """Fill in defaults and check names, kinds and ranges of attributes."""
@@ -158,6 +161,8 @@ class OpSpec:
             return attr.default
         try:
             if attr.kind == "ints":
+                if isinstance(value, (bytes, bytearray)):
+                    raise TypeError(value)
                 legal: Any = tuple(_as_int(item) for item in value)
             elif attr.kind == "bool":
                 legal = int(value) if type(value).__name__ in ("bool", "bool_") else _as_int(value)
@@ -190,6 +195,16 @@ def _as_int(value: Any) -> int:
 def is_absent(arg: Arg, info: TensorInfo | None) -> bool:
     """Whether an optional input is absent: None, or of shape exactly (0, 0)."""
     return info is None or (arg.optional and info.shape == (0, 0))
+
+
+def presence(info: TensorInfo | None) -> bool | None:
+    """Whether an optional input is there: False for None and shape (0, 0), None if that is not known."""
+    if info is None or info.shape == (0, 0):
+        return False
+    if info.shape is None:
+        return None
+    # [0, ?] may turn out to be [0, 0]; any size that is known not to be 0 settles it.
+    return True if len(info.shape) != 2 or any(isinstance(d, int) and d for d in info.shape) else None
 
 
 def require_same_dtype(op: str, first: str, a: str, second: str, b: str, allowed: str = "") -> None:
@@ -249,6 +264,8 @@ class Axes:
     def divide(self, letter: str, by: Dim, what: str) -> Dim:
         """Size of ``letter`` divided by ``by``, which must leave no rest."""
         size = self[letter]
+        if by == 1:
+            return size
         if not (isinstance(size, int) and isinstance(by, int)):
             return None
         if by == 0 and size == 0:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from routes import run
+
 import moe_onnx
 
 GRAD = np.arange(12, dtype=np.float32).reshape(6, 2)
@@ -92,6 +94,36 @@ def test_restore_shape_is_two_sizes(restore: Any) -> None:
         moe_onnx.moe_token_unpermute_with_routing_map_grad(
             GRAD[:3], INDEX, INDEX, drop_and_pad=True, restore_shape=restore
         )
+
+
+@pytest.mark.parametrize(("rows", "with_map"), [(7, False), (7, True), (3, False), (2, True)])
+def test_companions_are_checked_without_probs_too(rows: int, with_map: bool) -> None:
+    """Four slots; the map selects two pairs, but slots name rows 2 and 3."""
+    index = np.array([0, 1, 2, 3], np.int32)
+    routing_map = np.array([[True, False], [False, True]]) if with_map else None
+    for name in ("reference", "kernel", "python", "body"):
+        with pytest.raises((moe_onnx.ShapeError, moe_onnx.BodyCheckError), match="permuted_tokens"):
+            inputs = [GRAD[:2], index, index, routing_map, np.ones((rows, 2), np.float32)]
+            run("MoeTokenUnpermuteWithRoutingMapGrad", name, inputs, {"drop_and_pad": 0})
+
+
+def test_missing_comes_before_what_is_wrong_with_the_rest() -> None:
+    with pytest.raises(moe_onnx.MissingInputError, match="expanded_row_idx"):
+        call(np.ma.masked_array(GRAD, GRAD > 3), None)
+
+
+def test_an_array_that_cannot_be_read_is_named() -> None:
+    class NeedsGrad:
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            raise RuntimeError("call detach() first")
+
+    with pytest.raises(moe_onnx.DtypeError, match=r"grad_expanded_x.*detach"):
+        call(NeedsGrad())
+
+
+def test_the_largest_expert_id() -> None:
+    expert = np.array([[2**31 - 1]], np.int32)
+    assert moe_onnx.moe_init_routing_v2(GRAD[:1], expert)[1].tolist() == [0]
 
 
 def test_rows_are_named_by_int32() -> None:

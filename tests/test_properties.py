@@ -220,6 +220,24 @@ def test_bits_do_not_depend_on_blocks_or_threads(
         assert a.tobytes() == b.tobytes()
 
 
+@pytest.mark.parametrize("layout", ["C", "F", "strided"])
+def test_long_dot_products_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """numpy's einsum sums a block of one row in another order than a larger one, from H > 8192 on."""
+    rng = np.random.default_rng(11)
+    _, routing_map, indices = oracles.random_routing(rng, 13, 3, 1)
+    dy, rows = rng.standard_normal((2, 13, 9001)).astype(np.float32)
+    rows = {"C": rows, "F": np.asfortranarray(rows), "strided": np.repeat(rows, 2, axis=1)[:, ::2]}[layout]
+    probs = rng.random((13, 3), np.float32)
+    seen = set()
+    for block_bytes in (1, 9001 * 4 * 2, 9001 * 4 * 3, 10**9):
+        for thread_bytes in (0, 10**12):
+            monkeypatch.setattr(_blocks, "BLOCK_BYTES", block_bytes)
+            monkeypatch.setattr(_blocks, "THREAD_BYTES", thread_bytes)
+            result = KERNELS[UN_GRAD](dy, indices, indices, routing_map, rows, probs)
+            seen.add(result[0].tobytes() + result[1].tobytes())
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize("op", [INIT_GRAD, UN_GRAD])
 @pytest.mark.parametrize("route", ["python", "body"])
 def test_sessions_are_deterministic_at_any_thread_count(op: str, route: str) -> None:

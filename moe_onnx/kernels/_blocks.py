@@ -41,11 +41,15 @@ def run_blocks(num_rows: int, row_bytes: int, work_bytes: int, work: Callable[[i
     if half:
         # A thread a call and no pool: a pool does not survive a fork, and starting one costs 0.1 ms.
         helper = threading.Thread(target=run, args=(0, half), daemon=True)
-        helper.start()
+        try:
+            helper.start()
+        except RuntimeError:  # no more threads to be had
+            half = 0
         try:
             run(half, num_rows)
         finally:
-            helper.join()
+            if half:
+                helper.join()
     else:
         run(0, num_rows)
     if failures:

@@ -34,7 +34,8 @@ def moe_token_unpermute_with_routing_map_grad(
         drop_and_pad=drop_and_pad,
         restore_shape=restore_shape,
     )
-    source, hidden = plan.grad, plan.grad.shape[1]
+    # Taking rows of a strided array copies all of it each time.
+    source, hidden = np.ascontiguousarray(plan.grad), plan.grad.shape[1]
     grad: Array = np.empty((plan.num_rows, hidden), source.dtype)
     if not len(source) or not hidden:
         grad[...] = 0
@@ -54,6 +55,7 @@ def moe_token_unpermute_with_routing_map_grad(
     def work(start: int, stop: int, block: int) -> None:
         block = max(1, min(block, stop - start))
         taken = np.empty((block, hidden), source.dtype)
+        scratch = np.empty((block, hidden), wide)
         # 16-bit rows are widened to sum their products; what is wide already is used as it is.
         widened = np.empty((2, block, hidden), wide) if wide != source.dtype else None
         for low in range(start, stop, block):
@@ -69,7 +71,9 @@ def moe_token_unpermute_with_routing_map_grad(
                     widened[1, : len(right)] = right
                     left, right = widened[0, : len(left)], widened[1, : len(right)]
                 if len(right):
-                    np.einsum("ph,ph->p", left[: len(right)], right, out=dots[low : low + len(right)])
+                    # Sums along rows of one layout have one order, whatever the block holds.
+                    products = np.multiply(left[: len(right)], right, out=scratch[: len(right)])
+                    np.add.reduce(products, axis=1, out=dots[low : low + len(right)])
                 if widened is None:
                     np.multiply(left, weight[low:high], out=grad[low:high])
                 else:

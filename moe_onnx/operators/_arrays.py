@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,11 +11,11 @@ from moe_onnx.errors import DtypeError, IndexValueError
 from moe_onnx.spec import OpSpec, TensorInfo
 
 Array = NDArray[Any]
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def read(spec: OpSpec, *values: Any) -> tuple[list[Array | None], list[TensorInfo | None]]:
     """Arguments as arrays (never copied when they are native arrays) and what is known of them."""
+    spec.check_required([*values, *[None] * (len(spec.inputs) - len(values))])
     arrays = [
         None if value is None else _as_array(spec.name, arg.name, value)
         for arg, value in zip(spec.inputs, values, strict=False)
@@ -30,7 +29,7 @@ def _as_array(op: str, name: str, value: Any) -> Array:
         raise DtypeError(f"{op}: '{name}' is a masked array, whose mask would be lost. Fill it first.", op=op)
     try:
         array = np.asarray(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise DtypeError(
             f"{op}: '{name}' must be an array, got {type(value).__name__}: {error}", op=op
         ) from error

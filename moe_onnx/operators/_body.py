@@ -49,7 +49,7 @@ def checks(prefix: str, before: str, *rules: tuple[str, str]) -> str:
     return text
 
 
-def is_rank(out: str, tensor: str, rank: str) -> str:
+def is_not_rank(out: str, tensor: str, rank: str) -> str:
     """``out`` is true where ``tensor`` does *not* have the rank that the size ``rank`` gives."""
     return f"""
     {out}_shape = Shape ({tensor})

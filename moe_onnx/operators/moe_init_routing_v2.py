@@ -20,7 +20,7 @@ from moe_onnx.operators._body import (
     is_not,
     is_not_float,
     is_not_int32,
-    is_rank,
+    is_not_rank,
     precision,
 )
 from moe_onnx.spec import INDICES, Arg, Attr, Axes, Dim, OpSpec, TensorInfo
@@ -88,7 +88,7 @@ def moe_init_routing_v2(
     )
     assert tokens is not None and experts is not None
     num_experts, top_k = attrs["expert_num"], experts.shape[1]
-    top = num_experts if num_experts else np.iinfo(np.int32).max
+    top = num_experts or MAX_ROWS + 1
     check_range(NAME, "expert_idx", experts, 0, top, "an expert, expert_num 0 is any")
     flat = experts.reshape(-1)
     order = np.argsort(flat, kind="stable")
@@ -178,12 +178,23 @@ BODY = body(
     precision("precision", "x"),
     is_not_float("bad_x_dtype", "precision"),
     is_not_int32("bad_idx_dtype", "expert_idx"),
-    is_rank("bad_x_rank", "x", "two"),
-    is_rank("bad_idx_rank", "expert_idx", "two"),
+    is_not_rank("bad_x_rank", "x", "two"),
+    is_not_rank("bad_idx_rank", "expert_idx", "two"),
     """
     bad_active = Less (active_num, zero)
     bad_capacity = Less (expert_capacity, zero)
-    bad_experts = Less (expert_num, zero)
+    max_rows = Constant <value_ints = [2147483647]> ()
+    experts_below = Less (expert_num, zero)
+    experts_above = Greater (expert_num, max_rows)
+    bad_experts = Or (experts_below, experts_above)
+    # Sizes are made of clamped values only: a runtime folds them before any check can fail.
+    experts_not_negative = Max (expert_num, zero)
+    experts = Min (experts_not_negative, max_rows)
+    capacity_not_negative = Max (expert_capacity, zero)
+    capacity = Min (capacity_not_negative, max_rows)
+    expert_rows = Mul (experts, capacity)
+    rows_above = Greater (expert_rows, max_rows)
+    num_rows = Where (rows_above, zero, expert_rows)
     mode_below = Less (drop_pad_mode, zero)
     mode_above = Greater (drop_pad_mode, one)
     bad_mode = Or (mode_below, mode_above)
@@ -208,6 +219,7 @@ BODY = body(
     """,
     is_not("bad_tokens", "num_tokens", "num_idx"),
     """
+    bad_product = And (is_padded, rows_above)
     capacity_above = Greater (expert_capacity, num_tokens)
     bad_capacity_above = And (is_padded, capacity_above)
     """,
@@ -218,7 +230,8 @@ BODY = body(
         ("expert_idx must be int32", "bad_idx_dtype"),
         ("active_num must not be negative", "bad_active"),
         ("expert_capacity must not be negative", "bad_capacity"),
-        ("expert_num must not be negative", "bad_experts"),
+        ("expert_num must be in [0, 2^31)", "bad_experts"),
+        ("expert_num * expert_capacity must be below 2^31", "bad_product"),
         ("drop_pad_mode must be 0 or 1", "bad_mode"),
         ("expert_tokens_count_or_cumsum_flag must be 0, 1 or 2", "bad_flag"),
         ("expert_tokens_before_capacity_flag must be 0 or 1", "bad_before"),
@@ -251,7 +264,7 @@ BODY = body(
     k_and_one = Concat <axis = 0> (k_or_empty, one)
     k = ReduceMax <keepdims = 1> (k_and_one)
     # Without expert_num nobody asks for counts; one bin then holds them all.
-    expert_num_or_one = Max (expert_num, one)
+    expert_num_or_one = Max (experts, one)
     last_bin = Sub (expert_num_or_one, one)
     expert_or_zero = Min (expert, last_bin)
     counts_none = Expand (zero, expert_num_or_one)
@@ -264,10 +277,9 @@ BODY = body(
             first = CumSum <exclusive = 1> (counts, axis_0)
             first_of_slot = Gather <axis = 0> (first, sorted_expert)
             rank = Sub (range, first_of_slot)
-            is_kept = Less (rank, expert_capacity)
-            expert_start = Mul (sorted_expert, expert_capacity)
+            is_kept = Less (rank, capacity)
+            expert_start = Mul (sorted_expert, capacity)
             row = Add (expert_start, rank)
-            num_rows = Mul (expert_num, expert_capacity)
             row_or_none = Where (is_kept, row, num_rows)
             index_or_dropped = Where (is_kept, row, minus_one)
             no_index = Expand (minus_one, n)
@@ -283,7 +295,7 @@ BODY = body(
             zero_row = CastLike (zero_row_f32, x)
             x_and_zero = Concat <axis = 0> (x, zero_row)
             padded_2d = Gather <axis = 0> (x_and_zero, token_of_row)
-            padded_shape = Concat <axis = 0> (expert_num, expert_capacity, hidden)
+            padded_shape = Concat <axis = 0> (experts, capacity, hidden)
             padded_x = Reshape <allowzero = 1> (padded_2d, padded_shape)
         },
         else_branch = dropless () => (dropless_x, dropless_index) {

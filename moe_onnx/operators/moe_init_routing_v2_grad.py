@@ -20,7 +20,7 @@ from moe_onnx.operators._body import (
     is_not,
     is_not_float,
     is_not_int32,
-    is_rank,
+    is_not_rank,
     per_precision,
     precision,
 )
@@ -131,11 +131,11 @@ BODY = body(
     precision("precision", "grad_expanded_x"),
     is_not_float("bad_grad_dtype", "precision"),
     is_not_int32("bad_idx_dtype", "expanded_row_idx"),
-    is_rank("bad_idx_rank", "expanded_row_idx", "one"),
+    is_not_rank("bad_idx_rank", "expanded_row_idx", "one"),
     """
     want_rank = Add (two, drop_pad_mode)
     """,
-    is_rank("bad_grad_rank", "grad_expanded_x", "want_rank"),
+    is_not_rank("bad_grad_rank", "grad_expanded_x", "want_rank"),
     """
     bad_top_k = Less (top_k, one)
     mode_below = Less (drop_pad_mode, zero)

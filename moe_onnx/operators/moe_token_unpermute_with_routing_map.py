@@ -21,7 +21,7 @@ from moe_onnx.operators._body import (
     is_not_float,
     is_not_int32,
     is_not_map,
-    is_rank,
+    is_not_rank,
     per_precision,
     precision,
 )
@@ -35,7 +35,7 @@ from moe_onnx.operators._routing_map import (
     require_companions,
     slot_cells,
 )
-from moe_onnx.spec import INDICES, MAPS, Arg, Attr, Axes, OpSpec, TensorInfo
+from moe_onnx.spec import INDICES, MAPS, Arg, Attr, Axes, OpSpec, TensorInfo, presence
 
 NAME = "MoeTokenUnpermuteWithRoutingMap"
 
@@ -141,7 +141,9 @@ def _is_absent(info: TensorInfo | None) -> bool:
 
 def _missing(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) -> None:
     _, _, mask, probs = inputs
-    if not _is_absent(probs) and not attributes.get("drop_and_pad"):
+    # What is neither false nor left out is refused, or padded, later on.
+    padded = attributes.get("drop_and_pad")
+    if presence(probs) and (padded is None or (isinstance(padded, (int, np.bool_)) and not padded)):
         require_companions(NAME, routing_map=not _is_absent(mask))
 
 
@@ -170,6 +172,8 @@ def _shapes(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) 
                 op=NAME,
             )
         axes.bind("T", restore[0], "attribute 'restore_shape'")
+        if axes["H"] is None and len(restore) == 2:
+            axes.bind("H", restore[1], "attribute 'restore_shape'")
     check_restore_shape(NAME, restore, "unpermuted_tokens", (axes["T"], axes["H"]))
     if padded:
         if probs is not None:
@@ -217,10 +221,10 @@ BODY = body(
     is_not_map("bad_map_dtype", "routing_map"),
     precision("probs_precision", "probs"),
     BAD_PROBS_DTYPE,
-    is_rank("bad_rows_rank", "permuted_tokens", "two"),
-    is_rank("bad_index_rank", "sorted_indices", "one"),
-    is_rank("bad_map_rank", "routing_map", "two"),
-    is_rank("bad_probs_rank", "probs", "two"),
+    is_not_rank("bad_rows_rank", "permuted_tokens", "two"),
+    is_not_rank("bad_index_rank", "sorted_indices", "one"),
+    is_not_rank("bad_map_rank", "routing_map", "two"),
+    is_not_rank("bad_probs_rank", "probs", "two"),
     """
     restore = Constant <value_ints: ints = @restore_shape> ()
     pad_below = Less (drop_and_pad, zero)

@@ -22,7 +22,7 @@ from moe_onnx.operators._body import (
     is_not_float,
     is_not_int32,
     is_not_map,
-    is_rank,
+    is_not_rank,
     per_precision,
     precision,
 )
@@ -38,7 +38,7 @@ from moe_onnx.operators._routing_map import (
     row_cells,
     slot_cells,
 )
-from moe_onnx.spec import INDICES, MAPS, Arg, Attr, Axes, OpSpec, TensorInfo, require_same_dtype
+from moe_onnx.spec import INDICES, MAPS, Arg, Attr, Axes, OpSpec, TensorInfo, presence, require_same_dtype
 
 NAME = "MoeTokenUnpermuteWithRoutingMapGrad"
 
@@ -143,6 +143,11 @@ def prepare(*inputs: Any, **attributes: Any) -> Plan:
     grad, index, token, routing_map, permuted, probs = arrays
     assert grad is not None and index is not None and token is not None
     tokens, rows, padded = len(grad), len(index), bool(attrs["drop_and_pad"])
+    if permuted is not None and permuted.shape == (0, 0) and (probs is None or probs.shape == (0, 0)):
+        permuted = None
+    if permuted is not None and not padded:
+        absent = routing_map is None or (routing_map.shape == (0, 0) and tokens > 0)
+        _check_rows(permuted, index, None if absent else routing_map)
     mode = "drop_and_pad" if padded else "-1 skips the slot"
     check_range(NAME, "out_index", index, 0 if padded else -1, rows, mode)
     check_unique(NAME, "out_index", index, "two slots cannot write one row")
@@ -164,28 +169,25 @@ def prepare(*inputs: Any, **attributes: Any) -> Plan:
     else:
         cells = row_cells(NAME, routing_map, rows)
         cell = np.append(cells, np.full(rows - len(cells), -1))[index]
-    _check_rows(permuted, index, routing_map, padded)
     live = named & (cell >= 0)
     return Plan(grad, rows, index[live], token[live], cell[live], permuted, probs)
 
 
-def _check_rows(permuted: Array, index: Array, routing_map: Array, padded: bool) -> None:
-    """P has a row for every slot; unpadded, a row for every selected pair is enough if it is."""
-    if len(permuted) == len(index):
-        return
-    selected = int(np.count_nonzero(routing_map))
-    if padded or len(permuted) != selected or bool((index >= selected).any()):
+def _check_rows(permuted: Array, index: Array, routing_map: Array | None) -> None:
+    """Unpadded, P has a row for every slot; one for every selected pair is enough if it is."""
+    rows = len(index)
+    selected = rows if routing_map is None else int(np.count_nonzero(routing_map))
+    if len(permuted) not in (rows, selected) or (len(permuted) < rows and (index >= len(permuted)).any()):
         raise ShapeError(
-            f"{NAME}: 'permuted_tokens' must have N = {len(index)} rows, or as many as 'routing_map' "
-            f"selects ({selected}) when 'out_index' names no later one and drop_and_pad is 0, "
-            f"got shape {list(permuted.shape)}.",
+            f"{NAME}: 'permuted_tokens' must have N = {rows} rows, or as many as 'routing_map' selects "
+            f"({selected}) when 'out_index' names no later one, got shape {list(permuted.shape)}.",
             op=NAME,
         )
 
 
 def _missing(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) -> None:
     grad, _, _, routing_map, permuted, probs = inputs
-    if grad is None or probs is None or probs.shape == (0, 0):
+    if grad is None or not presence(probs):
         return
     hidden = None if grad.shape is None or not grad.shape else grad.shape[-1]
     # A map of shape (0, 0) beside present probs is never the required [T, E]; P may be, if H is 0.
@@ -208,7 +210,7 @@ def _mixes(inputs: Sequence[TensorInfo | None]) -> None:
 def _shapes(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) -> list[TensorInfo | None]:
     grad, index, token, routing_map, permuted, probs = inputs
     assert grad is not None and index is not None
-    present = probs is not None and probs.shape != (0, 0)
+    present = presence(probs) is not False
     padded = bool(attributes["drop_and_pad"])
     axes = Axes(NAME)
     axes.read(
@@ -221,22 +223,25 @@ def _shapes(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) 
     )
     if padded:
         check_restore_shape(NAME, attributes["restore_shape"], "unpermuted_tokens_grad", grad.shape)
-        if axes["T"] == 0:
-            axes.divide("N", 0, "the number of tokens")
+        slots = axes["N"]
+        if axes["T"] == 0 and isinstance(slots, int) and slots:
+            raise ShapeError(f"{NAME}: without tokens 'out_index' must be empty, got {slots} slots.", op=NAME)
         if present:
             axes.bind("C", axes.divide("N", axes["E"], "the number of experts"), "N / E")
     else:
         axes.bind("K", axes.divide("N", axes["T"], "the number of tokens"), "N / T")
+        num_rows, num_slots = axes["P"], axes["N"]
+        if isinstance(num_rows, int) and isinstance(num_slots, int) and num_rows > num_slots:
+            raise ShapeError(
+                f"{NAME}: 'permuted_tokens' must have at most N = {num_slots} rows, got {num_rows}.", op=NAME
+            )
     if present:
         check_limits(NAME, axes, padded)
-    rows = TensorInfo(grad.dtype, (axes["N"], axes["H"]))
+    rows_grad = TensorInfo(grad.dtype, (axes["N"], axes["H"]))
     if probs is None:
-        return [rows, None]
-    unknown = probs.shape is None
-    return [
-        rows,
-        TensorInfo(probs.dtype, probs.shape if not present or unknown else (axes["T"], axes["E"])),
-    ]
+        return [rows_grad, None]
+    shape = (axes["T"], axes["E"]) if presence(probs) else probs.shape
+    return [rows_grad, TensorInfo(probs.dtype, shape)]
 
 
 def _given(info: TensorInfo | None, present: bool) -> TensorInfo | None:
@@ -385,12 +390,12 @@ BODY = body(
     is_not_map("bad_map_dtype", "routing_map"),
     is_not("bad_permuted_dtype", "precision", "permuted_precision"),
     BAD_PROBS_DTYPE,
-    is_rank("bad_probs_rank", "probs", "two"),
-    is_rank("bad_map_rank", "routing_map", "two"),
-    is_rank("bad_permuted_rank", "permuted_tokens", "two"),
-    is_rank("bad_grad_rank", "unpermuted_tokens_grad", "two"),
-    is_rank("bad_index_rank", "out_index", "one"),
-    is_rank("bad_token_rank", "permute_token_id", "one"),
+    is_not_rank("bad_probs_rank", "probs", "two"),
+    is_not_rank("bad_map_rank", "routing_map", "two"),
+    is_not_rank("bad_permuted_rank", "permuted_tokens", "two"),
+    is_not_rank("bad_grad_rank", "unpermuted_tokens_grad", "two"),
+    is_not_rank("bad_index_rank", "out_index", "one"),
+    is_not_rank("bad_token_rank", "permute_token_id", "one"),
     """
     pad_below = Less (drop_and_pad, zero)
     pad_above = Greater (drop_and_pad, one)
