@@ -305,17 +305,6 @@ _WITH_PROBS = (
         ("capacity must be at most the number of tokens", "bad_capacity"),
     ),
     """
-    slot_named = Less (row, n)
-    slot_beyond = GreaterOrEqual (row, num_permuted)
-    bad_slot_row = And (slot_named, slot_beyond)
-    """,
-    check(
-        "out_index must name rows of permuted_tokens",
-        "bad_slot_row",
-        before="zero",
-        after="passed_rows",
-    ),
-    """
     num_cells_free = ReduceProd <keepdims = 1> (cells_shape)
     num_cells = Add (num_cells_free, passed_sizes)
     slot_cell = If (is_padded) <
@@ -340,8 +329,7 @@ _WITH_PROBS = (
     >
     # Slots without a cell name no row: that row stays zero even where dY is NaN.
     has_cell = Less (slot_cell, num_cells)
-    live_row_free = Where (has_cell, row, n)
-    live_row = Add (live_row_free, passed_rows)
+    live_row = Where (has_cell, row, n)
     is_live = Less (live_row, n)
     live_cell = Where (is_live, slot_cell, num_cells)
     rows_and_none = Add (n, one)
@@ -525,7 +513,15 @@ BODY = body(
     # Row n is where skipped slots go; token num_tokens is a row of zeros behind dY.
     row_or_n = Where (is_named, index, n)
     row_free = Add (row_or_n, passed_index)
-    row = Add (row_free, passed_token)
+    row_in_range = Add (row_free, passed_token)
+    slot_named = Less (row_in_range, n)
+    slot_beyond = GreaterOrEqual (row_in_range, num_permuted)
+    slot_without_row = And (slot_named, slot_beyond)
+    bad_slot_row = And (slot_without_row, has_permuted)
+    """,
+    check("out_index must name rows of permuted_tokens", "bad_slot_row", before="zero", after="passed_rows"),
+    """
+    row = Add (row_in_range, passed_rows)
     zero_shape = Concat <axis = 0> (one, hidden)
     zero_row_f32 = ConstantOfShape (zero_shape)
     zero_row = CastLike (zero_row_f32, unpermuted_tokens_grad)
