@@ -129,7 +129,7 @@ RESTORE_SHAPE = """
     bad_restore = Not (right_restore)
 """
 
-# ONNX text for slot_cells and row_cells. Both read selected [T, E], num_experts and num_cells; a slot
+# ONNX text for slot_cells and row_cells. They read selected [T, E], num_experts, num_cells and whether their form is asked for; a slot
 # or row without a pair has the cell num_cells = T*E, one past the last.
 SLOT_CELLS = (
     """
@@ -146,7 +146,8 @@ SLOT_CELLS = (
     pair_cell = Add (pair_start, pair_expert)
     running_flat = Reshape (running, minus_one)
     pair_count = Gather <axis = 0> (running_flat, pair_cell)
-    too_many_experts = Greater (pair_count, k)
+    above_k = Greater (pair_count, k)
+    too_many_experts = And (above_k, is_slot_form)
 """
     + check(
         "routing_map must select at most top_k experts per token",
@@ -158,9 +159,12 @@ SLOT_CELLS = (
     pair_rank = Sub (pair_count, one)
     pair_slot_start = Mul (pair_token, k)
     pair_slot_free = Add (pair_slot_start, pair_rank)
-    pair_slot = Add (pair_slot_free, passed_counts)
-    no_slot_cell = Expand (num_cells, n)
-    slot_cell_of_slot = ScatterElements <axis = 0> (no_slot_cell, pair_slot, pair_cell)
+    pair_slot_checked = Add (pair_slot_free, passed_counts)
+    pair_slot = Where (above_k, n, pair_slot_checked)
+    slots_and_none = Add (n, one)
+    no_slot_cell = Expand (num_cells, slots_and_none)
+    slot_cell_and_none = ScatterElements <axis = 0> (no_slot_cell, pair_slot, pair_cell)
+    slot_cell_of_slot = Slice (slot_cell_and_none, zero, n, zero)
 """
 )
 ROW_CELLS = (
@@ -174,7 +178,8 @@ ROW_CELLS = (
     row_start = Mul (row_token, num_experts)
     cell_of_row_free = Add (row_start, row_expert)
     num_pairs = Shape (cell_of_row_free)
-    too_many_pairs = Greater (num_pairs, n)
+    above_n = Greater (num_pairs, n)
+    too_many_pairs = And (above_n, is_row_form)
 """
     + check(
         "routing_map must select at most N pairs",
@@ -183,7 +188,8 @@ ROW_CELLS = (
         after="passed_pairs",
     )
     + """
-    num_without = Sub (n, num_pairs)
+    num_left = Sub (n, num_pairs)
+    num_without = Max (num_left, zero)
     num_without_and_none = Add (num_without, one)
     without_pair_free = Add (num_cells, passed_pairs)
     without_pair = Expand (without_pair_free, num_without_and_none)

@@ -369,14 +369,12 @@ BODY = body(
             padded_probs = Slice (row_prob, zero, padded_count, zero)
         },
         else_branch = unpadded () => (unpadded_sum, unpadded_out_index, unpadded_token_id, unpadded_probs) {
-            slot_cell = If (has_probs) <
-                then_branch = with_probs () => (probs_cell) {""",
+            is_slot_form = And (has_probs, not_padded)
+    """,
     SLOT_CELLS,
     """
-                    probs_cell = Identity (slot_cell_of_slot)
-                },
-                else_branch = without_probs () => (no_cell) { no_cell = Expand (num_cells, n) }
-            >
+            no_cell = Expand (num_cells, n)
+            slot_cell = Where (has_probs, slot_cell_of_slot, no_cell)
             slot_prob = Gather <axis = 0> (probs_and_none, slot_cell)
             slot_prob_long = Cast <to = 11> (slot_prob)
             zero_long = Constant <value = double {0.0}> ()

@@ -307,26 +307,20 @@ _WITH_PROBS = (
     """
     num_cells_free = ReduceProd <keepdims = 1> (cells_shape)
     num_cells = Add (num_cells_free, passed_sizes)
-    slot_cell = If (is_padded) <
-        then_branch = padded_form () => (padded_cell) {
-            some_capacity = Max (capacity, one)
-            slot_expert = Div (index, some_capacity)
-            token_start = Mul (token, num_experts)
-            padded_cell = Add (token_start, slot_expert)
-        },
-        else_branch = unpadded_form () => (unpadded_cell) {
-            unpadded_cell = If (is_slot_form) <
-                then_branch = slot_form () => (slot_form_cell) {"""
+    some_capacity = Max (capacity, one)
+    slot_expert = Div (index, some_capacity)
+    token_start = Mul (token, num_experts)
+    padded_cell = Add (token_start, slot_expert)
+    not_slot_form = Not (is_slot_form)
+    is_row_form = And (not_padded, not_slot_form)
+    """
     + SLOT_CELLS
-    + """   slot_form_cell = Identity (slot_cell_of_slot)
-                },
-                else_branch = row_form () => (row_form_cell) {"""
     + ROW_CELLS
-    + """   row_form_cell = Gather <axis = 0> (cell_of_row_or_none, row)
-                }
-            >
-        }
-    >
+    + """
+    # All three forms are made, and one is taken: runtimes stumble over branches in branches.
+    row_form_cell = Gather <axis = 0> (cell_of_row_or_none, row)
+    unpadded_cell = Where (is_slot_form, slot_cell_of_slot, row_form_cell)
+    slot_cell = Where (is_padded, padded_cell, unpadded_cell)
     # Slots without a cell name no row: that row stays zero even where dY is NaN.
     has_cell = Less (slot_cell, num_cells)
     live_row = Where (has_cell, row, n)
