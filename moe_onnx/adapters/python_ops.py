@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -168,15 +169,15 @@ def _fail(
     error: BaseException,
 ) -> Any:
     """Park or log the error; give NaN of the right shape, or nothing at all if even that fails."""
-    try:
+    # A log handler may raise, or memory may be out: the process must live all the same.
+    with suppress(BaseException):
         if session is not None:
             PARKED.put(session, node, error)
-        else:
+        elif isinstance(error, KeyboardInterrupt):
+            _interrupt_later()
+    with suppress(BaseException):
+        if session is None:
             _LOG.error("%s failed, its outputs are NaN: %s: %s", spec.name, type(error).__name__, error)
-            if isinstance(error, KeyboardInterrupt):
-                _interrupt_later()
-    except BaseException:
-        pass  # a log handler may raise, or memory may be out: the process must live all the same
     try:
         return _pack([np.full(shape, np.nan, dtype) for shape in kernel.rough_shapes(inputs, attributes)])
     except BaseException:

@@ -129,7 +129,8 @@ RESTORE_SHAPE = """
     bad_restore = Not (right_restore)
 """
 
-# ONNX text for slot_cells and row_cells. They read selected [T, E], num_experts, num_cells and whether their form is asked for; a slot
+# ONNX text for slot_cells and row_cells. They read selected [T, E], num_experts, num_cells and
+# whether their form is asked for (is_slot_form, is_row_form); a slot
 # or row without a pair has the cell num_cells = T*E, one past the last.
 SLOT_CELLS = (
     """

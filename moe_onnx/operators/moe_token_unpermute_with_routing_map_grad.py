@@ -187,14 +187,18 @@ def _check_rows(permuted: Array, index: Array, routing_map: Array | None) -> Non
 
 def _missing(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) -> None:
     grad, _, _, routing_map, permuted, probs = inputs
-    if grad is None or not presence(probs):
+    there = presence(probs)
+    if grad is None or there is False:
         return
     hidden = None if grad.shape is None or not grad.shape else grad.shape[-1]
     # A map of shape (0, 0) beside present probs is never the required [T, E]; P may be, if H is 0.
+    # Where it is not known whether probs is empty, only inputs that are not even named are missing.
+    empty_map = there and routing_map is not None and routing_map.shape == (0, 0)
+    empty_rows = there and permuted is not None and permuted.shape == (0, 0) and hidden != 0
     require_companions(
         NAME,
-        routing_map=routing_map is not None and routing_map.shape != (0, 0),
-        permuted_tokens=permuted is not None and (permuted.shape != (0, 0) or hidden == 0),
+        routing_map=routing_map is not None and not empty_map,
+        permuted_tokens=permuted is not None and not empty_rows,
     )
 
 
@@ -256,17 +260,9 @@ _ROWS = """
     $product = Mul ($grad, $weight)
     $rows_out = CastLike ($product, unpermuted_tokens_grad)
     $permuted = Cast <to = $DTYPE> (permuted_tokens)
-    $dots = If (all_rows) <
-        then_branch = $whole () => ($whole_dots) {
-            $whole_pairs = Mul ($grad, $permuted)
-            $whole_dots = ReduceSum <keepdims = 0> ($whole_pairs, one)
-        },
-        else_branch = $part () => ($part_dots) {
-            $head = Slice ($grad, zero, num_permuted, zero)
-            $part_pairs = Mul ($head, $permuted)
-            $part_dots = ReduceSum <keepdims = 0> ($part_pairs, one)
-        }
-    >
+    $head = Slice ($grad, zero, num_permuted, zero)
+    $pairs = Mul ($head, $permuted)
+    $dots = ReduceSum <keepdims = 0> ($pairs, one)
     $zero_f32 = ConstantOfShape (one)
     $zero_dot = Cast <to = $DTYPE> ($zero_f32)
     $dots_zero = Concat <axis = 0> ($dots, $zero_dot)

@@ -29,7 +29,7 @@ from onnx import (
 
 from moe_onnx.adapters.function_body import OLDEST_OPSET, function_body
 from moe_onnx.adapters.python_ops import SERVED, SESSION_DOMAIN
-from moe_onnx.adapters.schema import tensor_info
+from moe_onnx.adapters.schema import ELEM_TYPES, tensor_info
 from moe_onnx.errors import AttributeValueError, ModelError, MoeOnnxError
 from moe_onnx.operators import BY_NAME
 from moe_onnx.spec import DOMAIN, VERSION, OpSpec, TensorInfo, is_absent
@@ -53,16 +53,22 @@ def uses_domain(model: ModelProto) -> bool:
     return any(n.domain == DOMAIN or n.op_type in BY_NAME for n in _all_nodes(model))
 
 
-def legalize(model: ModelProto, *, route: str, session: int = 0) -> Legalized:
+def legalize(model: ModelProto, *, route: str, session: int = 0, body_domain: str = DOMAIN) -> Legalized:
     """A copy of ``model`` that ``route`` (``"python"`` or ``"body"``) can run.
+
+    ``session`` is what the Python ops park their errors under. Bodies of operators that have a
+    Python kernel go by ``body_domain``: in ``ascend.moe`` a registered kernel would shadow them.
 
     Raises:
         ModelError, AttributeValueError: If an ``ascend.moe`` node is wrong; the message names it.
     """
     model = _copy(model)
+    _undo_session_domain(model)
     _check_domains(model)
+    _import_domains(model)
     model = _inline_callers(model)
     done = Legalized(model)
+    _replace_bodies(model, done)
     types = _value_types(model)
     names = _names(model)
     for graph in _graphs(model.graph):
@@ -75,10 +81,11 @@ def legalize(model: ModelProto, *, route: str, session: int = 0) -> Legalized:
             spec = BY_NAME[node.op_type]
             _check_arity(spec, node)
             dtypes = _check_node(spec, node, types)
-            graph.node.extend(_fill_inputs(spec, node, names))
+            graph.node.extend(_fill_inputs(spec, node, dtypes[0], names))
             if route == "python" and spec.name in SERVED:
                 graph.node.extend(_to_python(spec, node, dtypes, session, names, done))
             else:
+                node.domain = body_domain if spec.name in SERVED else DOMAIN
                 graph.node.append(node)
                 done.body_nodes += 1
     _finish(model)
@@ -152,6 +159,56 @@ def _check_domains(model: ModelProto) -> None:
             )
 
 
+def _undo_session_domain(model: ModelProto) -> None:
+    """Nodes that an onnxruntime session saved as ``moe_onnx.session`` are ours again."""
+    for node in _all_nodes(model):
+        if node.domain == SESSION_DOMAIN:
+            shape = next((a.s.decode() for a in node.attribute if a.name == "restore_shape"), "")
+            kept = [a for a in node.attribute if a.name not in ("node", "session", "restore_shape")]
+            del node.attribute[:]
+            node.attribute.extend(kept)
+            if shape:
+                sizes = [int(size) for size in shape.split(",")]
+                node.attribute.append(helper.make_attribute("restore_shape", sizes))
+            node.domain = DOMAIN
+
+
+def _import_domains(model: ModelProto) -> None:
+    """Models run in onnxruntime without their opset imports, but onnx's tools then know no types."""
+    imported = {entry.domain for entry in model.opset_import}
+    if not imported & {"", "ai.onnx"}:
+        model.opset_import.append(helper.make_opsetid("", OLDEST_OPSET))
+    if DOMAIN not in imported:
+        model.opset_import.append(helper.make_opsetid(DOMAIN, VERSION))
+
+
+def _replace_bodies(model: ModelProto, done: Legalized) -> None:
+    """A function by the name of an operator means that operator, whatever it was made of."""
+    opset = _opset(model)
+    for function in list(model.functions):
+        if function.domain == DOMAIN and function.name in BY_NAME:
+            model.functions.remove(function)
+            if opset >= OLDEST_OPSET and function.node != function_body(function.name, opset).node:
+                done.notes.append(
+                    f"function {DOMAIN}::{function.name} of the model is not this package's body and "
+                    "was replaced by it"
+                )
+
+
+def _opset(model: ModelProto) -> int:
+    return next((e.version for e in model.opset_import if e.domain in ("", "ai.onnx")), OLDEST_OPSET)
+
+
+def _write_out_defaults(model: ModelProto) -> None:
+    """Calls get default attributes written out: the inliner of onnx does not know them."""
+    defaults = {(f.domain, f.name): list(f.attribute_proto) for f in model.functions}
+    for node in _all_nodes(model):
+        given = {attr.name for attr in node.attribute}
+        for attr in defaults.get((node.domain, node.op_type), []):
+            if attr.name not in given:
+                node.attribute.append(attr)
+
+
 def _inline_callers(model: ModelProto) -> ModelProto:
     """Inline functions that call ``ascend.moe``: custom ops inside functions do not load."""
     callers = [
@@ -159,6 +216,8 @@ def _inline_callers(model: ModelProto) -> ModelProto:
         for f in model.functions
         if f.domain != DOMAIN and any(n.domain == DOMAIN for n in _function_nodes(f))
     ]
+    if callers:
+        _write_out_defaults(model)
     # A caller of a caller is one only after the inner one was inlined.
     while callers:
         model = onnx.inliner.inline_selected_functions(model, callers)
@@ -230,7 +289,8 @@ def _check_node(spec: OpSpec, node: NodeProto, types: dict[str, TensorInfo]) -> 
         raise type(error)(message, op=spec.name, aclnn_status=error.aclnn_status) from error
     del node.attribute[:]
     node.attribute.extend(helper.make_attribute(k, v) for k, v in legal.items() if v not in (None, ()))
-    pairs = zip(spec.inputs, infos, strict=False)
+    infos += [None] * (len(spec.inputs) - len(infos))
+    pairs = zip(spec.inputs, infos, strict=True)
     return ["absent" if i is None or is_absent(arg, i) else i.dtype for arg, i in pairs]
 
 
@@ -247,21 +307,22 @@ def _attributes(spec: OpSpec, node: NodeProto) -> dict[str, Any]:
     return {attr.name: helper.get_attribute_value(attr) for attr in node.attribute}
 
 
-def _fill_inputs(spec: OpSpec, node: NodeProto, names: set[str]) -> list[NodeProto]:
+def _fill_inputs(spec: OpSpec, node: NodeProto, dtype: str, names: set[str]) -> list[NodeProto]:
     """Absent optional inputs become empty constants of shape [0, 0] in the right dtype."""
     inputs = [*node.input, *[""] * (len(spec.inputs) - len(node.input))]
     added: list[NodeProto] = []
     for i, arg in enumerate(spec.inputs):
         if inputs[i]:
             continue
-        elem = TensorProto.BOOL if arg.type_var == "M" else TensorProto.FLOAT
+        is_map = arg.type_var == "M"
+        elem = TensorProto.BOOL if is_map else ELEM_TYPES.get(dtype, TensorProto.FLOAT)
         empty = helper.make_tensor(arg.name, elem, [0, 0], [])
-        raw = _fresh(f"{node.output[0]}/{arg.name}", names)
-        added.append(helper.make_node("Constant", [], [raw], name=raw, value=empty))
-        inputs[i] = raw
-        if arg.type_var != "M":
-            inputs[i] = _fresh(f"{raw}/typed", names)
-            added.append(helper.make_node("CastLike", [raw, inputs[0]], [inputs[i]], name=inputs[i]))
+        inputs[i] = _fresh(f"{node.output[0]}/{arg.name}", names)
+        added.append(helper.make_node("Constant", [], [inputs[i]], name=inputs[i], value=empty))
+        if not is_map and dtype not in ELEM_TYPES:
+            typed = _fresh(f"{inputs[i]}/typed", names)
+            added.append(helper.make_node("CastLike", [inputs[i], inputs[0]], [typed], name=typed))
+            inputs[i] = typed
     outputs = [*node.output, *[""] * (len(spec.outputs) - len(node.output))]
     del node.input[:], node.output[:]
     node.input.extend(inputs)
@@ -287,8 +348,6 @@ def _to_python(
     shape = ",".join(str(size) for size in restore.ints) if restore else ""
     if restore is not None:
         node.attribute.remove(restore)
-    original = NodeProto()
-    original.CopyFrom(node)
     node.domain = SESSION_DOMAIN
     node.attribute.append(helper.make_attribute("node", node.name or node.output[0]))
     node.attribute.append(helper.make_attribute("session", session))
@@ -302,11 +361,16 @@ def _to_python(
             wide = _fresh(f"{node.output[0]}/{arg.name}/float32", names)
             before.append(helper.make_node("Cast", [node.input[i]], [wide], name=wide, to=TensorProto.FLOAT))
             node.input[i] = wide
-    like = {arg.type_var: original.input[i] for i, arg in reversed(list(enumerate(spec.inputs)))}
+    # The first input of a kind gives an output's dtype; absent probs have that of the rows.
+    kinds = zip(reversed(spec.inputs), reversed(dtypes), strict=True)
+    like = {arg.type_var: name for arg, name in kinds if name in ELEM_TYPES}
+    like.setdefault("TP", dtype)
     for i, arg in enumerate(spec.outputs):
         wide = _fresh(f"{node.output[i]}/float32", names)
         narrow = node.output[i]
-        after.append(helper.make_node("CastLike", [wide, like[arg.type_var]], [narrow], name=narrow))
+        after.append(
+            helper.make_node("Cast", [wide], [narrow], name=narrow, to=ELEM_TYPES[like[arg.type_var]])
+        )
         node.output[i] = wide
     return [*before, node, *after]
 
@@ -314,10 +378,7 @@ def _to_python(
 def _finish(model: ModelProto) -> None:
     """Add the function bodies that are needed and missing, and the opset imports."""
     used = {(n.domain, n.op_type) for g in _graphs(model.graph) for n in g.node}
-    opset = next((e.version for e in model.opset_import if e.domain in ("", "ai.onnx")), 0)
-    if not opset:
-        opset = OLDEST_OPSET
-        model.opset_import.append(helper.make_opsetid("", opset))
+    opset = _opset(model)
     present = {(f.domain, f.name) for f in model.functions}
     for domain, name in sorted(used - present):
         if domain in (DOMAIN, BODY_DOMAIN) and name in BY_NAME:

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError, EncodeError
 
 from moe_onnx.adapters import python_ops
 from moe_onnx.errors import BodyCheckError, DtypeError, ModelError, MoeOnnxError, OptionError
-from moe_onnx.rewrite.legalize import Legalized, legalize, uses_domain
+from moe_onnx.rewrite.legalize import BODY_DOMAIN, Legalized, legalize, uses_domain
 from moe_onnx.runtime.ort_values import NUMPY_DTYPES, to_numpy, to_ort_value
 from moe_onnx.runtime.register import register
 
@@ -82,8 +82,23 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             source = _encode(done.model)
         elif isinstance(path_or_bytes, os.PathLike):
             source = os.fspath(path_or_bytes)
-        with _external_data(options, folder if isinstance(source, bytes) else None):
+        if (
+            isinstance(source, bytes)
+            and folder is not None
+            and model is not None
+            and _has_external_data(model)
+        ):
+            options.add_session_config_entry(_FOLDER, folder)
+        try:
             super().__init__(source, options, providers, provider_options, **kwargs)
+        except Exception as error:
+            if "Conflicting with a registered kernel" not in str(error):
+                raise
+            raise ModelError(
+                "The session options already had the library of onnxruntime-extensions registered, before "
+                "the operators of moe_onnx were in it, or twice. Import moe_onnx first and use new "
+                "SessionOptions with moe_onnx.register."
+            ) from error
 
     def run(self, output_names: Any, input_feed: Mapping[str, Any], run_options: Any = None) -> list[Any]:
         """As in onnxruntime. bfloat16 inputs and outputs are ``ml_dtypes.bfloat16`` arrays."""
@@ -111,6 +126,19 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         """As in onnxruntime."""
         self._guarded(super().run_with_iobinding, iobinding, run_options)
 
+    def run_with_ortvaluevector(
+        self,
+        run_options: Any,
+        feed_names: Any,
+        feeds: Any,
+        fetch_names: Any,
+        fetches: Any,
+        fetch_devices: Any,
+    ) -> None:
+        """As in onnxruntime."""
+        args = (run_options, feed_names, feeds, fetch_names, fetches, fetch_devices)
+        self._guarded(super().run_with_ortvaluevector, *args)
+
     def run_async(
         self,
         output_names: Any,
@@ -122,7 +150,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         """As in onnxruntime; an operator's error comes as the text of the callback's error."""
 
         def checked(results: Any, data: Any, error: str) -> None:
-            parked = python_ops.PARKED.take(self._number, any_thread=False)
+            # Operators run in the thread that calls back, or in any of the pool when in parallel.
+            parked = python_ops.PARKED.take(self._number, any_thread=self._lock is not None)
             if parked:
                 results, error = [], str(_named(*parked[0]))
             callback(results, data, error)
@@ -190,7 +219,7 @@ def _check_feed(name: str, value: Any, inputs: Mapping[str, str]) -> None:
 
 def _legalize(model: onnx.ModelProto, kernels: str, number: int) -> Legalized:
     if kernels == "body" or (kernels == "auto" and python_ops.UNAVAILABLE):
-        return legalize(model, route="body")
+        return legalize(model, route="body", body_domain=BODY_DOMAIN)
     return legalize(model, route="python", session=number)
 
 
@@ -225,21 +254,8 @@ def _is_parallel(options: onnxruntime.SessionOptions) -> bool:
     return bool(options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL)
 
 
-@contextmanager
-def _external_data(options: onnxruntime.SessionOptions, folder: str | None) -> Iterator[None]:
-    """A model given as bytes looks for its external data in ``folder``."""
-    if folder is None:
-        yield
-        return
-    try:
-        before = options.get_session_config_entry(_FOLDER)
-    except RuntimeError:
-        before = ""
-    options.add_session_config_entry(_FOLDER, folder)
-    try:
-        yield
-    finally:
-        options.add_session_config_entry(_FOLDER, before)
+def _has_external_data(model: onnx.ModelProto) -> bool:
+    return any(t.data_location == onnx.TensorProto.EXTERNAL for t in model.graph.initializer)
 
 
 @contextmanager
