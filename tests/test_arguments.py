@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from routes import run
 
 import moe_onnx
@@ -102,8 +101,8 @@ def test_companions_are_checked_without_probs_too(rows: int, with_map: bool) -> 
     index = np.array([0, 1, 2, 3], np.int32)
     routing_map = np.array([[True, False], [False, True]]) if with_map else None
     for name in ("reference", "kernel", "python", "body"):
+        inputs = [GRAD[:2], index, index, routing_map, np.ones((rows, 2), np.float32)]
         with pytest.raises((moe_onnx.ShapeError, moe_onnx.BodyCheckError), match="permuted_tokens"):
-            inputs = [GRAD[:2], index, index, routing_map, np.ones((rows, 2), np.float32)]
             run("MoeTokenUnpermuteWithRoutingMapGrad", name, inputs, {"drop_and_pad": 0})
 
 

@@ -51,7 +51,10 @@ INPUTS: dict[str, dict[str, Any]] = {
         "probs": probs,
     },
 }
-ATTRIBUTES = {INIT: {"top_k": 2, "drop_pad_mode": 0, "active_num": 0}, UNPERMUTE: {"drop_and_pad": 0}}
+ATTRIBUTES = {
+    INIT: {"top_k": 2, "drop_pad_mode": 0, "active_num": 0},
+    UNPERMUTE: {"drop_and_pad": 0},
+}
 SHAPES = {INIT: [[3, 4]], UNPERMUTE: [[8, 3], [4, 5]]}
 WANT = {
     INIT: [oracles.init_routing_v2_grad(rows, index, top_k=2)],
@@ -114,20 +117,22 @@ def variant(op: str, name: str) -> tuple[dict[str, Any], dict[str, int], str]:
 
 
 def node(op: str, mark: str = "", source: str = "", **changes: int) -> Any:
-    """A node in the six-input form, every attribute written out, its outputs and name ``mark``ed."""
+    """A node in the six-input form, its attributes written out, its name and outputs ``mark``ed."""
     inputs = [source or next(iter(INPUTS[op])), *list(INPUTS[op])[1:]]
     outputs = [f"{mark}out{i}" for i in range(len(SHAPES[op]))]
     attributes = {**ATTRIBUTES[op], **changes}
     return helper.make_node(op, inputs, outputs, f"{mark}node", domain="ascend.moe", **attributes)
 
 
-def model_of(op: str, *nodes: Any, outputs: tuple[str, ...] = ()) -> bytes:
-    """Inputs have no static shape, so that whatever is fed gets as far as the operator."""
+def model_of(op: str, *nodes: Any, outputs: tuple[str, ...] = (), static: tuple[str, ...] = ()) -> bytes:
+    """Inputs have no ``static`` shape, so that whatever is fed gets as far as the operator."""
     graph = helper.make_graph(
         nodes or [node(op)],
         "graph",
         [
-            helper.make_tensor_value_info(name, ELEMS[value.dtype.name], None)
+            helper.make_tensor_value_info(
+                name, ELEMS[value.dtype.name], value.shape if name in static else None
+            )
             for name, value in INPUTS[op].items()
         ],
         [
@@ -143,6 +148,8 @@ def model_of(op: str, *nodes: Any, outputs: tuple[str, ...] = ()) -> bytes:
 def plain_options() -> Any:
     import onnxruntime
     import onnxruntime_extensions
+
+    import moe_onnx  # noqa: F401  options see only the operators that were there before them
 
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(onnxruntime_extensions.get_library_path())
@@ -192,23 +199,35 @@ class Log(logging.Handler):
         self.text += record.getMessage()
 
 
-def attempt(call: Callable[[], Any]) -> dict[str, Any]:
-    """What a run did: its outputs or its error."""
+def attempt(call: Callable[..., Any], *args: Any, wait: float = 0) -> dict[str, Any]:
+    """What a call did, its outputs or error, and whether an interrupt came in ``wait`` seconds."""
+    outputs: list[Any] = []
+    error, later = None, ""
     try:
-        outputs = call()
-    except BaseException as error:
-        notes = " ".join(getattr(error, "__notes__", []))
-        return {"error": type(error).__name__, "text": f"{error} {notes}".strip()}
+        try:
+            outputs = call(*args) or []
+        except BaseException as caught:
+            error = caught
+        for _ in range(int(wait * 20)):
+            time.sleep(0.05)
+    except KeyboardInterrupt:
+        later = "KeyboardInterrupt"
     return {
-        "error": "",
-        "shapes": [list(out.shape) for out in outputs or []],
-        "nan": all(bool(np.isnan(out).all()) for out in outputs or []),
-        "values": [out.tolist() if out.size < 100 else [] for out in outputs or []],
+        "error": type(error).__name__ if error else "",
+        "text": " ".join([str(error), *getattr(error, "__notes__", [])]),
+        "later": later,
+        "shapes": [list(out.shape) for out in outputs],
+        "nan": all(bool(np.isnan(out).all()) for out in outputs),
+        "values": [out.tolist() if out.size < 100 else [] for out in outputs],
     }
 
 
 def is_right(facts: dict[str, Any], op: str = INIT) -> bool:
     return facts["error"] == "" and facts["values"] == [out.tolist() for out in WANT[op]]
+
+
+def run(op: str, session: Any, inputs: Any = None, wait: float = 0) -> dict[str, Any]:
+    return attempt(session.run, None, INPUTS[op] if inputs is None else inputs, wait=wait)
 
 
 def feed_all(op: str, kind: str) -> None:
@@ -217,7 +236,7 @@ def feed_all(op: str, kind: str) -> None:
         say(starts=name)  # so that an abort is known to be this one's
         inputs, attributes, _ = variant(op, name)
         log.text, model = "", model_of(op, node(op, **attributes))
-        facts = attempt(functools.partial(lambda m, f: session_of(kind, m).run(None, f), model, inputs))
+        facts = attempt(lambda m, f: session_of(kind, m).run(None, f), model, inputs)
         say(name=name, log=log.text, **facts)
 
 
@@ -232,11 +251,11 @@ def test_whatever_is_fed(op: str, name: str, kind: str) -> None:
     """A wrong call is an error naming its node, or NaN and a log entry; a right one is right."""
     inputs, attributes, error = variant(op, name)
     got = fed(op, kind)[name]
-    if not error and op == INIT:
-        want = [oracles.init_routing_v2_grad(*inputs.values(), **attributes)]
-    elif not error:
-        want = [*oracles.unpermute_grad(*inputs.values())]
     if not error:
+        if op == INIT:
+            want = [oracles.init_routing_v2_grad(*inputs.values(), **attributes)]
+        else:
+            want = [*oracles.unpermute_grad(*inputs.values())]
         assert got["error"] == got["log"] == ""
         assert got["shapes"] == [list(out.shape) for out in want]
         for values, out in zip(got["values"], want, strict=True):
@@ -252,29 +271,34 @@ def test_whatever_is_fed(op: str, name: str, kind: str) -> None:
         assert f"{op} failed, its outputs are NaN: {error}" in got["log"]
 
 
-def raise_inside(op: str, kind: str) -> None:
+def thrower(error: type[BaseException]) -> Callable[..., Any]:
+    def throw(*_: Any, **__: Any) -> None:
+        raise error("thrown in")
+
+    return throw
+
+
+def kernel_of(op: str) -> Any:
     from moe_onnx.kernels import PYTHON_KERNELS
 
+    return next(kernel for kernel in PYTHON_KERNELS if kernel.name == op)
+
+
+def raise_inside(op: str, kind: str) -> None:
     log, session = Log(), session_of(kind, model_of(op))
-    kernel = next(kernel for kernel in PYTHON_KERNELS if kernel.name == op)
-    places: list[tuple[Any, str, Any]] = [(kernel, "run", INPUTS[op]), (np, "take", INPUTS[op])]
+    places = [(kernel_of(op), "run", INPUTS[op]), (np, "take", INPUTS[op])]
     if op == INIT:  # so many rows that the kernel uses its second thread
         many = {"grad_expanded_x": np.ones((4096, 1024), np.float32)}
         places.append((np, "take", {**many, "expanded_row_idx": np.arange(4096, dtype=I32)}))
     for place, name, feed in places:
         for error in (KeyboardInterrupt, SystemExit, MemoryError):
-
-            def fail(*_: Any, _error: type[BaseException] = error, **__: Any) -> None:
-                raise _error("thrown in")
-
             before, log.text = getattr(place, name), ""
-            object.__setattr__(place, name, fail)
-            facts = attempt(functools.partial(session.run, None, feed))
-            object.__setattr__(place, name, before)
+            object.__setattr__(place, name, thrower(error))
             # The plain session delivers an interrupt when it is out of the operator.
-            later = attempt(lambda: time.sleep(1) if kind == "plain" else None)["error"]
-            again = is_right(attempt(lambda: session.run(None, INPUTS[op])), op)
-            say(raised=error.__name__, log=log.text, later=later, again=again, **facts)
+            interrupt = error is KeyboardInterrupt and kind == "plain"
+            facts = run(op, session, feed, wait=5 if interrupt else 0.2)
+            object.__setattr__(place, name, before)
+            say(raised=error.__name__, log=log.text, again=is_right(run(op, session), op), **facts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -293,3 +317,380 @@ def test_whatever_is_raised_inside(op: str, kind: str) -> None:
             assert f"{op} failed, its outputs are NaN: {facts['raised']}: thrown in" in facts["log"]
             interrupt = "KeyboardInterrupt"
             assert facts["later"] == (interrupt if facts["raised"] == interrupt else "")
+
+
+def sleep_after_an_interrupt() -> None:
+    session = session_of("plain", model_of(INIT))
+    object.__setattr__(kernel_of(INIT), "run", thrower(KeyboardInterrupt))
+    session.run(None, INPUTS[INIT])
+    start = time.monotonic()
+    facts = attempt(time.sleep, 5)
+    say(slept=time.monotonic() - start, **facts)
+
+
+class Angry(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise RuntimeError("no log today")
+
+
+def log_angrily() -> None:
+    sessions = {op: session_of("plain", model_of(op)) for op in OPS}
+    logging.getLogger("moe_onnx").addHandler(Angry())
+    for op, session in sessions.items():
+        say(**run(op, session, variant(op, next(iter(VARIANTS[op])))[0]))
+    for op, session in sessions.items():
+        object.__setattr__(kernel_of(op), "run", thrower(KeyboardInterrupt))
+        say(**run(op, session, wait=2))
+
+
+def test_a_log_handler_that_raises_loses_nothing() -> None:
+    """Neither the process nor an interrupt."""
+    said = child(log_angrily)[:-1]
+    assert [(run["error"], run["nan"]) for run in said] == [("", True)] * 4
+    assert [run["later"] for run in said] == ["", "", *["KeyboardInterrupt"] * 2]
+
+
+def slow_before(op: str) -> list[Any]:
+    """Nodes that need long to add nothing to the first input."""
+    size = helper.make_tensor("size", TensorProto.INT64, [2], [1000] * 2)
+    first = next(iter(INPUTS[op]))
+    return [
+        helper.make_node("Constant", [], ["size"], value=size),
+        helper.make_node("ReduceSum", [first], ["total"], keepdims=1),
+        helper.make_node("Sub", ["total", "total"], ["nothing"]),
+        helper.make_node("Expand", ["nothing", "size"], ["m0"]),
+        *[helper.make_node("MatMul", [f"m{i}", "m0"], [f"m{i + 1}"]) for i in range(6)],
+        helper.make_node("ReduceMax", ["m6"], ["still_nothing"], keepdims=1),
+        helper.make_node("Add", [first, "still_nothing"], ["first"]),
+    ]
+
+
+def interrupt_a_run(kind: str, place: str) -> None:
+    def slow_take(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.2)
+        return take(*args, **kwargs)
+
+    take = np.take
+    for op in OPS:
+        before = slow_before(op) if place == "before" else []
+        session = session_of(kind, model_of(op, *before, node(op, source="first" if before else "")))
+        np.take = take if before else slow_take
+        start = time.monotonic()
+        say(starts=op, again=is_right(run(op, session), op))
+        third = (time.monotonic() - start) / 3
+        threading.Timer(third, os.kill, (os.getpid(), signal.SIGINT)).start()
+        facts = run(op, session, wait=5 if kind == "plain" else 0.2)
+        np.take = take
+        handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        say(handler=handler, again=is_right(run(op, session), op), **facts)
+
+
+# In a plain session an interrupt is held off only inside the operator: the code of
+# onnxruntime-extensions round it is Python too, and not ours to guard (README, Limits).
+@pytest.mark.parametrize(("kind", "place"), [("moe", "inside"), ("plain", "inside")])
+def test_ctrl_c_during_a_run(kind: str, place: str) -> None:
+    """Our session raises it after the run, a plain one delivers it soon; both live on."""
+    said = child(interrupt_a_run, kind, place)[:-1]
+    assert [facts["again"] for facts in said] == [True] * 2 * len(OPS)
+    for facts in said[1::2]:
+        assert facts["handler"]
+        caught = (facts["error"], facts["later"])
+        if kind == "moe":
+            assert caught == ("KeyboardInterrupt", "")
+        else:
+            assert "KeyboardInterrupt" in caught
+            assert place == "before" or facts["nan"]
+
+
+def interrupt_often(kind: str) -> None:
+    logging.getLogger("moe_onnx").addHandler(logging.NullHandler())
+    session, go, caught = session_of(kind, model_of(INIT)), threading.Event(), 0
+    many = {"grad_expanded_x": np.ones((2000, 256), np.float32)}
+    feed = {**many, "expanded_row_idx": np.arange(2000, dtype=I32)}
+
+    def shoot() -> None:
+        dice = random.Random(0)
+        while go.wait():
+            go.clear()
+            time.sleep(dice.random() * 0.01)
+            os.kill(os.getpid(), signal.SIGINT)  # the next one only when this one was caught
+
+    threading.Thread(target=shoot, daemon=True).start()
+    for _ in range(15):
+        try:
+            deadline = time.monotonic() + 3
+            go.set()
+            while time.monotonic() < deadline:
+                session.run(None, feed)
+        except KeyboardInterrupt:
+            caught += 1
+    say(caught=caught, again=is_right(run(INIT, session)))
+
+
+@pytest.mark.parametrize("kind", ["moe"])
+def test_ctrl_c_at_any_moment(kind: str) -> None:
+    """Between, before and after the instructions of the operator, too."""
+    assert child(interrupt_often, kind)[0] == {"caught": 15, "again": True}
+
+
+def run_bodies(op: str, *static: str) -> None:
+    import onnx
+    import onnxruntime
+
+    import moe_onnx
+
+    model = model_of(op, static=static)
+    say(**run(op, moe_onnx.InferenceSession(model, kernels="body")))
+    anywhere = moe_onnx.add_function_bodies(onnx.load_model_from_string(model))
+    say(**run(op, onnxruntime.InferenceSession(anywhere.SerializeToString())))
+
+
+STATIC = [
+    (INIT, *INPUTS[INIT]),
+    (UNPERMUTE, "probs"),
+    (UNPERMUTE, "unpermuted_tokens_grad", "routing_map", "permuted_tokens", "probs"),
+    (UNPERMUTE, *INPUTS[UNPERMUTE]),
+]
+
+
+@pytest.mark.parametrize("static", STATIC, ids=lambda static: f"{static[0]}-{len(static) - 1}")
+def test_bodies_with_known_sizes(static: tuple[str, ...]) -> None:
+    """What the runtime can fold when it loads a body must not bring it down."""
+    said = child(run_bodies, *static)[:-1]
+    assert [is_right(facts, static[0]) for facts in said] == [True, True]
+
+
+KEPT: list[Any] = []
+
+
+def fresh(kind: str) -> None:
+    KEPT.append(session_of(kind, model_of(INIT)))  # it lives when the process ends
+    say(**run(INIT, KEPT[0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fresh_process(kind: str) -> None:
+    """The first session works, nothing is printed, and the exit is clean and fast."""
+    facts, stderr = child(fresh, kind)
+    assert is_right(facts)
+    assert stderr == ""
+
+
+def load_anew() -> None:
+    import moe_onnx as first
+
+    model, (wrong, _, _) = model_of(INIT), variant(INIT, "index_large")
+    sessions = [session_of(kind, model) for kind in KINDS]
+    importlib.reload(first)
+    sessions += [session_of(kind, model) for kind in KINDS]
+    for name in [name for name in sys.modules if name.split(".")[0] == "moe_onnx"]:
+        del sys.modules[name]
+    sessions += [session_of(kind, model) for kind in KINDS]
+    second: Any = importlib.import_module("moe_onnx")
+    for session, package in zip(sessions, [first] * 4 + [second] * 2, strict=True):
+        facts, error = run(INIT, session), None
+        try:
+            session.run(None, wrong)
+        except Exception as caught:
+            error = caught
+        node_name = getattr(error, "node", None)
+        say(ours=isinstance(error, package.IndexValueError), node=node_name, **facts)
+
+
+@functools.cache
+def loaded_anew() -> list[Any]:
+    return child(load_anew)[:-1]
+
+
+def test_sessions_of_all_loads_run_side_by_side() -> None:
+    """Before and after a reload and after an import anew, plain and ours."""
+    assert [is_right(facts) for facts in loaded_anew()] == [True] * 6
+
+
+# The kernels stay those of the first load, and so do the classes of their errors.
+@pytest.mark.parametrize("load", [0, 1])
+def test_errors_after_loading_anew(load: int) -> None:
+    """``except moe_onnx.IndexValueError`` catches what a session of the same load raises."""
+    facts = loaded_anew()[2 * load + 1]
+    assert (facts["ours"], facts["node"]) == (True, "node")
+
+
+def define_user_ops() -> None:
+    from onnxruntime_extensions import PyCustomOpDef, onnx_op
+
+    def define(name: str) -> None:
+        types = [PyCustomOpDef.dt_float]
+        onnx_op(op_type=f"user::{name}", inputs=types, outputs=types)(lambda x: x * 2)
+
+    define("Before")
+    importlib.import_module("moe_onnx")
+    define("After")
+    nodes = [
+        helper.make_node("After", ["grad_expanded_x"], ["doubled"], domain="user"),
+        node(INIT, source="doubled"),
+        helper.make_node("Before", ["out0"], ["y"], domain="user"),
+    ]
+    for kind in KINDS:
+        for part in (nodes, [node(INIT), nodes[2]]):
+            say(**run(INIT, session_of(kind, model_of(INIT, *part), plain_options())))
+
+
+def test_user_ops_of_another_domain() -> None:
+    """Defined before or after the import, beside ours in one model."""
+    said = child(define_user_ops)[:-1]
+    for facts, factor in zip(said, (4, 2, 4, 2), strict=True):
+        assert facts["values"] == [(factor * WANT[INIT][0]).tolist()]
+
+
+def many_sessions() -> None:
+    options, ops = plain_options(), [op for _ in range(13) for op in OPS for _ in KINDS]
+    sessions = [session_of(KINDS[i % 2], model_of(op), options) for i, op in enumerate(ops)]
+    for op, session in zip(ops, sessions, strict=True):
+        say(right=is_right(run(op, session), op))
+
+
+def test_fifty_sessions_of_one_options_object() -> None:
+    assert child(many_sessions)[:-1] == [{"right": True}] * 52
+
+
+def run_in_threads() -> None:
+    session, wrong = session_of("moe", model_of(INIT)), []
+
+    def work(number: int) -> None:
+        count = 2 * number + 2
+        grad = np.arange(count * 3, dtype=np.float32).reshape(count, 3) + number
+        order = np.random.default_rng(number).permutation(count).astype(I32)
+        want = oracles.init_routing_v2_grad(grad, order, top_k=2)
+        for turn in range(200):
+            fails, at, value = (turn + number) % 3 == 0, turn % count, 1000 * (number + 1) + turn
+            slots_now = put(order, at, value) if fails else order
+            try:
+                feed = {"grad_expanded_x": grad, "expanded_row_idx": slots_now}
+                (out,) = session.run(None, feed)
+                good = not fails and np.array_equal(out, want)
+            except IndexError as error:
+                found: Any = error
+                good = fails and (found.position, found.value) == ((at,), value)
+            if not good:
+                wrong.append([number, turn])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    say(wrong=wrong)
+
+
+def test_threads_share_a_session() -> None:
+    """8 threads, 200 runs each: everyone gets its own numbers or its own error."""
+    assert child(run_in_threads)[0] == {"wrong": []}
+
+
+def run_in_parallel(kind: str) -> None:
+    import onnxruntime
+
+    options = plain_options()
+    options.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
+    options.inter_op_num_threads = 4
+    # Six slots go by two and by three; of four slots, the node with top_k 3 fails alone.
+    nodes = [node(INIT, f"n{i}_", top_k=3 if i == 4 else 2) for i in range(6)]
+    outputs = tuple(name for each in nodes for name in each.output)
+    session = session_of(kind, model_of(INIT, *nodes, outputs=outputs), options)
+    for turn in range(40):
+        slots_now = index if turn % 2 else np.arange(4, dtype=I32)
+        feed = {"grad_expanded_x": rows[: len(slots_now)], "expanded_row_idx": slots_now}
+        say(**run(INIT, session, feed))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parallel_execution(kind: str) -> None:
+    """Six of our nodes at a time, one of which fails in every other run."""
+    thirds = oracles.init_routing_v2_grad(rows, index, top_k=3)
+    halves = oracles.init_routing_v2_grad(rows[:4], np.arange(4, dtype=I32), top_k=2)
+    for turn, facts in enumerate(child(run_in_parallel, kind)[:-1]):
+        if turn % 2:
+            want = [thirds if i == 4 else WANT[INIT][0] for i in range(6)]
+            assert facts["values"] == [out.tolist() for out in want]
+        elif kind == "moe":
+            assert facts["error"] == "ShapeError"
+            assert facts["text"].endswith("(node 'n4_node')")
+        else:
+            assert facts["error"] == ""
+            assert np.isnan(facts["values"].pop(4)).all()
+            assert facts["values"] == [halves.tolist()] * 5
+
+
+def run_path(path: str) -> bool:
+    return is_right(run(INIT, session_of("moe", path)))
+
+
+def spawn(path: str) -> None:
+    Path(path).write_bytes(model_of(INIT))
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        say(right=pool.map(run_path, [path] * 4))
+
+
+def test_spawned_processes(tmp_path: Path) -> None:
+    assert child(spawn, str(tmp_path / "model.onnx"))[0] == {"right": [True] * 4}
+
+
+def fork() -> None:
+    import moe_onnx
+
+    session = session_of("moe", model_of(INIT))
+    session.run(None, INPUTS[INIT])
+    process = os.fork()
+    if not process:
+        out = moe_onnx.moe_init_routing_v2_grad(rows, index, top_k=2)
+        os._exit(0 if np.array_equal(out, WANT[INIT][0]) else 3)  # as multiprocessing does
+    for _ in range(200):
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(process, signal.SIGKILL)
+        status = -1
+    say(status=status, again=is_right(run(INIT, session)))
+
+
+def test_a_fork_after_a_run() -> None:
+    """The child runs the numpy functions and ends; the parent's session runs on."""
+    assert child(fork)[0] == {"status": 0, "again": True}
+
+
+class Blocked:
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        if name.split(".")[0] == "onnxruntime_extensions":
+            raise ImportError("blocked for this test")
+
+
+def go_without_extensions() -> None:
+    sys.meta_path.insert(0, Blocked())
+    import onnxruntime
+
+    import moe_onnx
+
+    unpermute_grad = moe_onnx.moe_token_unpermute_with_routing_map_grad
+    say(**attempt(lambda: [moe_onnx.moe_init_routing_v2_grad(rows, index, top_k=2)]))
+    say(**attempt(unpermute_grad, *INPUTS[UNPERMUTE].values()))
+    say(**attempt(session_of, "moe", model_of(INIT)))
+    say(**attempt(moe_onnx.register, onnxruntime.SessionOptions()))
+    for op in OPS:
+        session = moe_onnx.InferenceSession(model_of(op))
+        say(kernels=session.moe_kernels, **run(op, session))
+
+
+def test_without_onnxruntime_extensions() -> None:
+    """Everything but the Python kernels works, and they say what to install."""
+    init, unpermute, session, register, *auto, _ = child(go_without_extensions)
+    assert is_right(init)
+    assert is_right(unpermute, UNPERMUTE)
+    for refused in (session, register):
+        assert refused["error"] == "ModelError"
+        assert "pip install onnxruntime-extensions" in refused["text"]
+    for op, facts in zip(OPS, auto, strict=True):
+        assert facts["kernels"] == {"python": 0, "body": 1}
+        assert is_right(facts, op)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import json
 import multiprocessing
 import os
 import pickle
-import re
 import subprocess
 import sys
 import threading
@@ -43,6 +43,7 @@ MODES = {
     COMBINE: ("slot", "padded"),
     UNGRAD: ("slot", "row", "padded"),
 }
+ALL_BUT_ACTIVE = [(op, mode) for op in MODES for mode in MODES[op] if mode != "active"]
 ORACLES: dict[str, Callable[..., Any]] = {
     INIT: oracles.init_routing_v2,
     GRAD: oracles.init_routing_v2_grad,
@@ -60,22 +61,40 @@ V1 = np.arange(1, 13, dtype=np.float32).reshape(6, 2)
 V1_INDEX = np.array([4, 1, 5, 3, 0, 2], np.int32)
 V1_GRAD = np.array([[12, 14], [18, 20], [6, 8]], np.float32)
 
-dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 kernel_choices = pytest.mark.parametrize("kernels", KERNEL_CHOICES)
 
 
-def everywhere(
-    *ops: str, modes: Iterable[str] = ("dropless", "active", "slot", "row", "padded"), **only: Any
-) -> Any:
-    """Parametrise over (op, mode, route) for the operators, all of them by default."""
+def each_dtype(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in every dtype, as one test: as three they would take longer to set up than to run."""
+
+    @functools.wraps(test)
+    def in_each(**arguments: Any) -> None:
+        for name, dtype in DTYPES.items():
+            try:
+                test(dtype=dtype, **arguments)
+            except BaseException as error:
+                error.add_note(f"dtype {name}")
+                raise
+
+    signature = inspect.signature(test)
+    others = [p for p in signature.parameters.values() if p.name != "dtype"]
+    in_each.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+    return in_each
+
+
+def everywhere(*cases: str | tuple[str, str], routes: Sequence[str] = ROUTES) -> Any:
+    """Parametrise over (op, mode, route): of operators, of (op, mode) pairs, by default of all."""
+    pairs = [
+        (case, mode) if isinstance(case, str) else case
+        for case in cases or MODES
+        for mode in (MODES[case] if isinstance(case, str) else case[1:])
+    ]
     return pytest.mark.parametrize(
         ("op", "mode", "route"),
         [
             pytest.param(op, mode, route, id=f"{op}-{mode}-{route}")
-            for op in ops or MODES
-            for mode in MODES[op]
-            if mode in modes
-            for route in only.get("routes", ROUTES)
+            for op, mode in pairs
+            for route in routes
             if has_route(op, route)
         ],
     )
@@ -210,7 +229,7 @@ def check_ungrad(inputs: list[Any], grad: Any, probs_grad: Any) -> None:
 
 def poison(*arrays: Any) -> None:
     """Leave NaNs in freed memory of these sizes, which the next allocations get."""
-    held = [np.full(a.shape, np.nan, a.dtype) for a in arrays for _ in range(4)]
+    held = [np.full(a.shape, np.nan, a.dtype) for a in arrays if a.dtype.kind != "i" for _ in range(4)]
     del held
 
 
@@ -321,11 +340,16 @@ def full_size() -> Iterator[dict[str, Any]]:
     permuted = rng.integers(-8, 9, (tokens * top_k, hidden), np.int8).astype(np.float32)
     dy = rng.integers(-8, 9, (tokens, hidden), np.int8).astype(np.float32)
     probs = rng.choice([0.25, 0.5, 1, 2], (tokens, experts)).astype(np.float32)
-    sums = sum(permuted[slot] for slot in index.reshape(-1, top_k).T)
+    rows, every = index.reshape(-1, top_k).T, np.arange(tokens)
+    slots = list(zip(rows, np.nonzero(chosen)[1].reshape(-1, top_k).T, strict=True))
+    dots = np.zeros_like(probs)
+    for row, expert in slots:
+        dots[every, expert] = np.einsum("th,th->t", dy, permuted[row])
     yield {
         "ungrad": [dy, index, index, chosen, permuted, probs],
-        "sums": sums,
-        "top_k": top_k,
+        "slots": slots,
+        "sums": sum(permuted[row] for row in rows),
+        "dots": dots,
     }
 
 
@@ -333,7 +357,7 @@ def full_size() -> Iterator[dict[str, Any]]:
 def test_a01_dispatch_gradient_at_full_size(route: str, full_size: dict[str, Any]) -> None:
     """TransformerEngine #1336: the gradient is the unfused sum, bit for bit where sums are exact."""
     _, index, _, _, permuted, _ = full_size["ungrad"]
-    (got,) = run(GRAD, route, [permuted, index], {"top_k": full_size["top_k"]})
+    (got,) = run(GRAD, route, [permuted, index], {"top_k": 4})
     assert got.dtype == F32
     np.testing.assert_array_equal(got, full_size["sums"])
 
@@ -341,20 +365,16 @@ def test_a01_dispatch_gradient_at_full_size(route: str, full_size: dict[str, Any
 @pytest.mark.parametrize("route", ["reference", "kernel", "python", "body"])
 def test_a01_combine_gradient_at_full_size(route: str, full_size: dict[str, Any]) -> None:
     """TransformerEngine #1336: so is the gradient of the combine, and that of its weights."""
-    dy, index, _, chosen, permuted, probs = full_size["ungrad"]
+    dy, *_, probs = full_size["ungrad"]
     grad, probs_grad = run(UNGRAD, route, full_size["ungrad"], {"drop_and_pad": 0})
-    every = np.arange(len(dy))
-    experts = np.nonzero(chosen)[1].reshape(len(dy), -1)
-    want = np.zeros_like(probs)
-    for row, expert in zip(index.reshape(experts.shape).T, experts.T, strict=True):
-        np.testing.assert_array_equal(grad[row], dy * probs[every, expert][:, None])
-        # Integers below 2^24: float32 is exact in any order.
-        want[every, expert] = np.einsum("th,th->t", dy, permuted[row])
-    np.testing.assert_array_equal(probs_grad, want)
+    for row, expert in full_size["slots"]:
+        weight = probs[np.arange(len(dy)), expert]
+        np.testing.assert_array_equal(grad[row], dy * weight[:, None])
+    np.testing.assert_array_equal(probs_grad, full_size["dots"])
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 8, 16])
-@dtypes
+@each_dtype
 @routes_of(GRAD)
 def test_a01_dispatch_gradient_of_any_data(route: str, dtype: Any, top_k: int) -> None:
     """TransformerEngine #1336: the error does not grow with K past the stated bound."""
@@ -368,7 +388,7 @@ def test_a01_dispatch_gradient_of_any_data(route: str, dtype: Any, top_k: int) -
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 8, 16])
-@dtypes
+@each_dtype
 @routes_of(UNGRAD)
 def test_a01_combine_gradient_of_any_data(route: str, dtype: Any, top_k: int) -> None:
     """TransformerEngine #1336: rows are one product rounded once, weights a bounded dot product."""
@@ -446,8 +466,8 @@ def test_a03_long_sums_do_not_stall(
     check_sum(place, route, values, dtype, want)
 
 
-@pytest.mark.parametrize("active", [1, 7, 12, 15])
-@dtypes
+@pytest.mark.parametrize("active", [1, 7, 15])
+@each_dtype
 @routes_of(GRAD)
 def test_a04_rows_past_the_active_ones_add_nothing(route: str, dtype: Any, active: int) -> None:
     """TransformerEngine #3346: entries past the buffer are dropped, and nothing behind it is read."""
@@ -457,7 +477,7 @@ def test_a04_rows_past_the_active_ones_add_nothing(route: str, dtype: Any, activ
     check(GRAD, route, [buffer[:active], inputs[1]], attributes)
 
 
-@pytest.mark.parametrize("active", [1, 7, 12, 15])
+@pytest.mark.parametrize("active", [1, 7, 15])
 @routes_of(INIT)
 def test_a04_the_dispatch_writes_only_the_active_rows(route: str, active: int) -> None:
     """TransformerEngine #3346: the forward cuts the rows and keeps the whole permutation."""
@@ -553,8 +573,9 @@ def test_a05_indices_out_of_range_are_named(
 def child_a05() -> None:
     options = moe_onnx.register(options_of())
     session = ort.InferenceSession(
-        make_model(GRAD, [V1, V1_INDEX], {"top_k": 2, "drop_pad_mode": 0, "active_num": 0})
-        .SerializeToString(),
+        make_model(
+            GRAD, [V1, V1_INDEX], {"top_k": 2, "drop_pad_mode": 0, "active_num": 0}
+        ).SerializeToString(),
         options,
     )
     results = []
@@ -573,50 +594,41 @@ def test_a05_a_plain_session_survives_bad_indices() -> None:
     assert "expanded_row_idx" in log and str(INT_MAX) in log
 
 
-@dtypes
-@everywhere(GRAD, UNGRAD, COMBINE, modes=("slot", "row", "padded"))
-def test_a06_nothing_but_sentinels_is_nothing_but_zeros(
-    op: str, mode: str, route: str, dtype: Any
-) -> None:
+@each_dtype
+@everywhere((GRAD, "padded"), (UNGRAD, "slot"), (UNGRAD, "row"), (COMBINE, "slot"))
+def test_a06_nothing_but_sentinels_is_nothing_but_zeros(op: str, mode: str, route: str, dtype: Any) -> None:
     """vLLM #54747: where every slot is -1 all outputs are written, whatever memory held before."""
-    if op != GRAD and mode == "padded":
-        mode = "slot"  # padded indices may not be -1
     inputs, attributes = example(op, mode, dtype, tokens=32, hidden=33, capacity=20)
     inputs[1] = np.full_like(inputs[1], -1)
     if mode == "slot" and op == UNGRAD:
         inputs[2] = inputs[1].copy()
-    for _ in range(100):
+    for _ in range(34):  # a hundred times over the three dtypes
         poison(*inputs, np.empty((32, 33), dtype))
         got = run(op, route, inputs, attributes)
         sums = [v for v in got if v is not None and v.dtype == dtype][: 2 if op == UNGRAD else 1]
-        assert [v.shape for v in sums][0][1] == 33
+        assert sums[0].shape[1] == 33
         assert not any(v.astype(np.float64).any() for v in sums)
 
 
-EMPTY = {
-    "H=0": {"tokens": 12, "hidden": 0},
-    "T=0": {"tokens": 0, "capacity": 0},
-    "E=1": {"experts": 1, "top_k": 1},
-    "N=0": {"experts": 0, "top_k": 0, "capacity": 0},
-}
+def empty_sizes(op: str, mode: str) -> Iterator[dict[str, int]]:
+    yield {"tokens": 12, "hidden": 0}
+    yield {"experts": 1, "top_k": 1}
+    if (op, mode) != (INIT, "padded"):  # the dispatch wants 1 <= C <= T
+        yield {"tokens": 0, "capacity": 3 if op == GRAD else 0}
+    if (op, mode) == (GRAD, "padded"):
+        yield {"capacity": 0}
+    if op in (COMBINE, UNGRAD):
+        yield {"experts": 0, "top_k": 0, "capacity": 0}
 
 
-@pytest.mark.parametrize("sizes", EMPTY.values(), ids=EMPTY)
-@dtypes
+@each_dtype
 @everywhere()
-def test_a07_empty_axes_leave_no_output_unwritten(
-    op: str, mode: str, route: str, dtype: Any, sizes: dict[str, int]
-) -> None:
+def test_a07_empty_axes_leave_no_output_unwritten(op: str, mode: str, route: str, dtype: Any) -> None:
     """Paddle #79470: an early exit on an empty axis still owes the zeros of the other outputs."""
-    sizes = dict(sizes)
-    if op in (INIT, GRAD) and sizes.get("experts") == 0:
-        sizes = {"experts": 3, "capacity": 0} if op == GRAD else {"hidden": 0, "tokens": 0}
-    if op == INIT and sizes.get("capacity") == 0:
-        # The dispatch wants 1 <= C <= T: here all tokens wait for one row.
-        sizes = {"tokens": 1, "hidden": 0, "capacity": 1} if mode == "padded" else {"tokens": 0}
-    inputs, attributes = example(op, mode, dtype, **sizes)
-    poison(*inputs)
-    check(op, route, inputs, attributes)
+    for sizes in empty_sizes(op, mode):
+        inputs, attributes = example(op, mode, dtype, **sizes)
+        poison(*inputs)
+        check(op, route, inputs, attributes)
 
 
 def test_a07_the_sizes_of_the_report() -> None:
@@ -665,8 +677,8 @@ def test_a08_companions_of_a_wrong_shape_are_named(case: str, route: str) -> Non
     if inputs[at].dtype == np.int32:
         inputs[at] = example(op, mode)[0][at][: shape[0]]
     if route in BODY_ROUTES:
-        # Whatever the runtime calls it, it must not give numbers.
-        with pytest.raises((moe_onnx.BodyCheckError, moe_onnx.MoeOnnxError)):
+        # The runtime may find it before the body's own check does; it must not give numbers.
+        with pytest.raises(Exception, match=r"(?i)must|indices|shape|dimension"):
             run(op, route, inputs, attributes)
         return
     with pytest.raises(error) as caught:
@@ -675,11 +687,9 @@ def test_a08_companions_of_a_wrong_shape_are_named(case: str, route: str) -> Non
         assert mention in str(caught.value)
 
 
-@dtypes
+@each_dtype
 @everywhere()
-def test_a09_empty_inputs_change_no_output_but_in_size(
-    op: str, mode: str, route: str, dtype: Any
-) -> None:
+def test_a09_empty_inputs_change_no_output_but_in_size(op: str, mode: str, route: str, dtype: Any) -> None:
     """TransformerEngine #1468: with zero rows the outputs keep their number, ranks and dtypes."""
     usual = run(op, route, *example(op, mode, dtype))
     if op == INIT and mode == "padded":  # C <= T needs a token; nothing is empty but the rows
@@ -691,7 +701,7 @@ def test_a09_empty_inputs_change_no_output_but_in_size(
     assert kinds[0] == kinds[1]
 
 
-@dtypes
+@each_dtype
 @routes_of(UNGRAD)
 @pytest.mark.parametrize("mode", MODES[UNGRAD])
 def test_a10_what_no_slot_names_is_exactly_zero(mode: str, route: str, dtype: Any) -> None:
@@ -720,7 +730,7 @@ def test_a10_what_no_slot_names_is_exactly_zero(mode: str, route: str, dtype: An
     assert_same([grad, probs_grad], oracle(UNGRAD, inputs, attributes))
 
 
-@dtypes
+@each_dtype
 @routes_of(INIT)
 def test_a10_rows_that_no_token_fills_are_exactly_zero(route: str, dtype: Any) -> None:
     """Primus-Turbo #345: the unfilled rows of an expert are written, not left as memory was."""
@@ -733,11 +743,9 @@ def test_a10_rows_that_no_token_fills_are_exactly_zero(route: str, dtype: Any) -
 
 
 @pytest.mark.parametrize("experts_of_all", [[0], [1], [0, 3]], ids=str)
-@dtypes
+@each_dtype
 @kernel_choices
-def test_a11_dropped_tokens_come_back_as_zero(
-    kernels: str, dtype: Any, experts_of_all: list[int]
-) -> None:
+def test_a11_dropped_tokens_come_back_as_zero(kernels: str, dtype: Any, experts_of_all: list[int]) -> None:
     """prime-rl #2035: where the router drops half of the tokens, their layer output is exactly 0."""
     x = (integers(np.random.default_rng(0), (8, 5), dtype) + np.array(20, dtype)).astype(dtype)
     ids = np.tile(np.array(experts_of_all, np.int32), (8, 1))
@@ -764,7 +772,7 @@ def test_a11_dropped_tokens_come_back_as_zero(
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@dtypes
+@each_dtype
 @routes_of(GRAD)
 @pytest.mark.parametrize("mode", MODES[GRAD])
 def test_a12_a_bad_row_reaches_only_the_tokens_that_name_it(
@@ -783,11 +791,9 @@ def test_a12_a_bad_row_reaches_only_the_tokens_that_name_it(
         assert_same([got], oracle(GRAD, [grad, inputs[1]], attributes))
 
 
-@dtypes
+@each_dtype
 @everywhere(COMBINE, UNGRAD)
-def test_a12_a_bad_row_stays_in_its_token_in_the_combine(
-    op: str, mode: str, route: str, dtype: Any
-) -> None:
+def test_a12_a_bad_row_stays_in_its_token_in_the_combine(op: str, mode: str, route: str, dtype: Any) -> None:
     """vllm-ascend #10579: the same of the combine and its gradient, with slots that are left out."""
     inputs, attributes = example(op, mode, dtype)
     if mode != "padded":
@@ -818,18 +824,16 @@ def one_expert_holds_all(tokens: int, experts: int) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
-@everywhere(modes=("dropless", "slot", "row", "padded"))
+@everywhere(*ALL_BUT_ACTIVE)
 def test_a13_the_last_expert_holds_all_tokens(op: str, mode: str, route: str, dtype: Any) -> None:
     """vllm-ascend #9170: empty experts and odd sizes leave nothing over from the call before."""
-    for tokens in (1, 2, 3, 7, 8, 9, 15, 17, 63, 65):
-        # Capacity is an attribute of the dispatch: a fixed one, so that one session serves all.
-        capacity = 1 if op in (INIT, GRAD) else (tokens + 1) // 2
-        sizes = {"experts": 5, "top_k": 1, "capacity": capacity}
-        large, attributes = example(
-            op, mode, dtype, tokens=200, routing=one_expert_holds_all(200, 5), draw=normals, **sizes
-        )
-        large[0][...] = np.nan
+    sizes = {"experts": 5, "top_k": 1, "capacity": 1}
+    large, attributes = example(op, mode, dtype, tokens=100, routing=one_expert_holds_all(100, 5), **sizes)
+    large[0][...] = np.nan
+    for tokens in (1, 2, 3, 8, 9, 31, 33):
         run(op, route, large, attributes)
+        if op in (COMBINE, UNGRAD):  # of the dispatch capacity is an attribute, and so the session's
+            sizes["capacity"] = (tokens + 1) // 2
         inputs, attributes = example(
             op, mode, dtype, tokens=tokens, routing=one_expert_holds_all(tokens, 5), **sizes
         )
@@ -851,8 +855,8 @@ def test_a13_no_remainder_of_a_split_is_lost(route: str, tokens: int) -> None:
     np.testing.assert_array_equal(run(GRAD, route, inputs, attributes)[0], inputs[0][inputs[1]])
 
 
-@dtypes
-@pytest.mark.parametrize("capacity", [1, 2, 6])
+@each_dtype
+@pytest.mark.parametrize("capacity", [2, 6])
 def test_a14_all_routes_drop_the_same_tokens(dtype: Any, capacity: int) -> None:
     """pytorch/ao #4825: past capacity two implementations agree, forward and backward."""
     skewed = np.array([[0, 1], [0, 1], [0, 3], [0, 1], [1, 2], [0, 1]], np.int32)
@@ -893,8 +897,8 @@ def long_routing() -> tuple[Any, Any, Any]:
     return oracles.random_routing(np.random.default_rng(15), 1024, 8, 2)
 
 
-@dtypes
-@everywhere(GRAD, UNGRAD, COMBINE, modes=("dropless", "slot", "row"))
+@each_dtype
+@everywhere((GRAD, "dropless"), (UNGRAD, "slot"), (UNGRAD, "row"), (COMBINE, "slot"))
 def test_a15_a_token_does_not_see_the_others(op: str, mode: str, route: str, dtype: Any) -> None:
     """Megatron-LM #1421: tokens 0 to 89 keep their bits whatever tokens 90 to 1023 hold."""
     inputs, attributes = example(
@@ -977,7 +981,7 @@ def test_a17_forty_repeats_give_one_result(kernels: str) -> None:
     # Large enough for every route to share it out between threads.
     rng = np.random.default_rng(17)
     ids, chosen, index = oracles.random_routing(rng, 512, 16, 8)
-    slots, _, _ = oracles.padded_slots(chosen, 256)
+    slots, _, _ = oracles.padded_slots(chosen, 64)
     feed = {
         "dy": rng.standard_normal((512, 260)).astype(np.float32),
         "index": index,
@@ -985,33 +989,34 @@ def test_a17_forty_repeats_give_one_result(kernels: str) -> None:
         "permuted": rng.standard_normal((4096, 260)).astype(np.float32),
         "probs": rng.random((512, 16)).astype(np.float32),
         "slots": slots,
+        "few": rng.standard_normal((1024, 260)).astype(np.float32),
     }
     model = model_of(
         [
             node(UNGRAD, ["dy", "index", "index", "chosen", "permuted", "probs"], ["rows", "weights"]),
             node(GRAD, ["permuted", "index"], ["sums"], top_k=8),
-            node(COMBINE, ["permuted", "slots", "chosen", "probs"], ["combined"], drop_and_pad=1),
+            node(COMBINE, ["few", "slots", "chosen", "probs"], ["combined"], drop_and_pad=1),
         ],
         feed,
-        {name: feed["dy"] for name in ("rows", "weights", "sums", "combined")},
+        dict.fromkeys(("rows", "weights", "sums", "combined"), feed["dy"]),
     )
     results = set()
-    for threads in (1, 2):
+    for threads, repeats in ((1, 5), (2, 40)):
         session = open_session(model, kernels, intra_op_num_threads=threads)
-        results |= {bits(session.run(None, feed)) for _ in range(40)}
+        results |= {bits(session.run(None, feed)) for _ in range(repeats)}
     assert len(results) == 1
 
 
 def grid(top_k: int) -> Iterator[dict[str, int]]:
-    for hidden in (1, 7, 64, 7168):
+    for hidden, tokens in ((1, 1), (7, 1), (64, 1), (7168, 1), (1, 2048), (7, 2048), (64, 2048)):
         for experts in (1, 64, 65):
-            for tokens in (1, 2048):
-                if top_k <= experts and hidden * tokens <= 7 * 2048:
-                    yield {"tokens": tokens, "experts": experts, "top_k": top_k, "hidden": hidden}
+            # One call of the larger ones is enough; the report's own size is a test below.
+            if top_k <= experts and (hidden * tokens <= 7 * 2048 or (top_k, experts) == (6, 65)):
+                yield {"tokens": tokens, "experts": experts, "top_k": top_k, "hidden": hidden}
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 6])
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", ["kernel", "python", "body"])
 def test_a18_sizes_that_are_no_powers_of_two(route: str, top_k: int) -> None:
     """vLLM #14568: a grid of odd sizes against float64."""
     for sizes in grid(top_k):
@@ -1027,27 +1032,26 @@ def grid_routing(tokens: int, experts: int, top_k: int) -> tuple[Any, Any, Any]:
     return oracles.random_routing(np.random.default_rng(18), tokens, experts, top_k)
 
 
-@pytest.mark.parametrize("route", ["kernel", "python", "body"])
-def test_a18_the_size_of_the_report(route: str) -> None:
+def test_a18_the_size_of_the_report() -> None:
     """vLLM #14568: T=2048, H=7168, E=64, K=6 in bfloat16."""
     _, _, index = grid_routing(2048, 64, 6)
-    rng = np.random.default_rng(0)
-    # Random bits of numbers between 1 and 2 and their negatives: every sum must round.
-    raw = rng.integers(0, 128, (12288, 7168), np.uint16) | np.uint16(0x3F80)
+    # Random fractions of numbers between 1 and 2, a third of them negative: most sums must round.
+    raw = np.random.default_rng(0).integers(0, 128, (12288, 7168), np.uint16) | np.uint16(0x3F80)
     raw[::3] |= np.uint16(0x8000)
-    grad = raw.view(BF16)
-    (got,) = run(GRAD, route, [grad, index], {"top_k": 6})
-    # Sums of six such numbers have no more than 10 + 3 bits: float32 holds them exactly.
+    # Six such numbers add up to 7 bits after the point and 4 before: float32 holds that exactly.
     sums = np.zeros((2048, 7168), np.float32)
     for slot in index.reshape(-1, 6).T:
         sums += (raw[slot].astype(np.uint32) << 16).view(np.float32)
-    assert got.dtype == BF16
-    np.testing.assert_array_equal(got.view(np.uint16), (sums + 0).astype(BF16).view(np.uint16))
+    want = sums.astype(BF16).view(np.uint16)
+    for route in ("kernel", "python", "body"):
+        (got,) = run(GRAD, route, [raw.view(BF16), index], {"top_k": 6})
+        assert got.dtype == BF16
+        np.testing.assert_array_equal(got.view(np.uint16), want)
 
 
 @pytest.mark.parametrize("probs_dtype", DTYPES.values(), ids=DTYPES)
-@dtypes
-@everywhere(COMBINE, UNGRAD, modes=("slot",))
+@each_dtype
+@everywhere((COMBINE, "slot"), (UNGRAD, "slot"))
 def test_a19_outputs_have_the_documented_dtypes(
     op: str, mode: str, route: str, dtype: Any, probs_dtype: Any
 ) -> None:
@@ -1067,7 +1071,10 @@ def test_a19_outputs_have_the_documented_dtypes(
 def test_a20_the_backward_takes_what_the_forward_takes(forward: str, backward: str) -> None:
     """Primus-Turbo #328: no dtype passes the forward to be refused in the backward."""
     sets = [
-        {c.type_param_str: set(c.allowed_type_strs) for c in onnx.defs.get_schema(op, DOMAIN).type_constraints}
+        {
+            c.type_param_str: set(c.allowed_type_strs)
+            for c in onnx.defs.get_schema(op, DOMAIN).type_constraints
+        }
         for op in (forward, backward)
     ]
     assert {"tensor(float)", "tensor(float16)", "tensor(bfloat16)"} <= sets[0]["T"]
@@ -1095,7 +1102,7 @@ def test_a20_every_dtype_goes_there_and_back(kernels: str, dtype: Any) -> None:
             node(GRAD, ["grad_rows", "index"], ["grad_x"], top_k=2),
         ],
         feed,
-        {name: feed["x"] for name in ("y", "grad_probs", "grad_x")},
+        dict.fromkeys(("y", "grad_probs", "grad_x"), feed["x"]),
     )
     got = open_session(model, kernels).run(None, feed)
     rows = oracles.init_routing_v2(feed["x"], ids)[0]
@@ -1123,32 +1130,33 @@ def v5_inputs(dtype: Any) -> list[Any]:
     return [dy, V5_INDEX, V5_INDEX, V5_MAP, permuted, probs]
 
 
-def child_a21(name: str) -> None:
-    dtype = DTYPES[name]
-    results = {}
-    for kernels in ("auto", "python", "body"):
-        got = open_session(grad_model(dtype), kernels).run(None, v1_feed(dtype))
-        model = make_model(UNGRAD, v5_inputs(dtype), {})
-        got += open_session(model, kernels).run(None, feed_of(UNGRAD, v5_inputs(dtype)))
-        assert all(value.dtype == dtype for value in got)
-        results[kernels] = [value.astype(np.float64).tolist() for value in got]
-    # A plain session with the Python ops on it cannot run 16 bits; refusing at load is all it can do.
-    model = moe_onnx.add_function_bodies(grad_model(dtype))
-    try:
-        ort.InferenceSession(model.SerializeToString(), moe_onnx.register(options_of()))
-        results["plain"] = "loaded"
-    except Exception:
-        results["plain"] = "refused"
+def child_a21() -> None:
+    results: dict[str, Any] = {}
+    for name, dtype in (("float16", F16), ("bfloat16", BF16)):
+        for kernels in ("auto", "python", "body"):
+            got = open_session(grad_model(dtype), kernels).run(None, v1_feed(dtype))
+            model = make_model(UNGRAD, v5_inputs(dtype), {})
+            got += open_session(model, kernels).run(None, feed_of(UNGRAD, v5_inputs(dtype)))
+            assert all(value.dtype == dtype for value in got)
+            results[f"{name} {kernels}"] = [value.astype(np.float64).tolist() for value in got]
+        # A plain session with the Python ops on it cannot run 16 bits: it can only refuse, at load.
+        model = moe_onnx.add_function_bodies(grad_model(dtype))
+        try:
+            ort.InferenceSession(model.SerializeToString(), moe_onnx.register(options_of()))
+            results[f"{name} plain"] = "loaded"
+        except Exception:
+            results[f"{name} plain"] = "refused"
     report(results)
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_a21_sixteen_bits_do_not_end_the_process(name: str) -> None:
+def test_a21_sixteen_bits_do_not_end_the_process() -> None:
     """onnxruntime-extensions #812: 16-bit tensors, which abort a Python op, run with right numbers."""
-    results, _ = child(child_a21, name)
-    assert results.pop("plain") == "refused"
+    results, _ = child(child_a21)
+    for name in ("float16", "bfloat16"):
+        assert results.pop(f"{name} plain") == "refused"
     want = [V1_GRAD.tolist(), V5_GRAD, V5_PROBS_GRAD]
-    assert results == {"auto": want, "python": want, "body": want}
+    assert results == dict.fromkeys(results, want)
+    assert len(results) == 6
 
 
 FORMS = {
@@ -1164,15 +1172,27 @@ FORMS = {
 }
 
 
-def form_model(inputs: str, outputs: str) -> onnx.ModelProto:
+def form_model(inputs: str, outputs: str, sizes_known: bool = False) -> onnx.ModelProto:
     ins, outs = ([("" if n == "_" else n) for n in text.split()] for text in (inputs, outputs))
     values = v5_values()
     unpermute = helper.make_node(UNGRAD, ins, outs, domain=DOMAIN, name="the_node")
-    return model_of(
+    model = model_of(
         [unpermute],
         {name: values[name] for name in ins if name},
         {name: values["dy"] for name in outs if name},
     )
+    if sizes_known:
+        for value in model.graph.input:
+            elem = value.type.tensor_type.elem_type
+            shape = values[value.name].shape
+            value.CopyFrom(helper.make_tensor_value_info(value.name, elem, shape))
+    return model
+
+
+def run_form(model: onnx.ModelProto, kernels: str) -> dict[str, Any]:
+    session = open_session(model, kernels)
+    feed = {i.name: v5_values()[i.name] for i in session.get_inputs()}
+    return dict(zip((o.name for o in session.get_outputs()), session.run(None, feed), strict=True))
 
 
 def v5_values() -> dict[str, Any]:
@@ -1183,14 +1203,7 @@ def v5_values() -> dict[str, Any]:
 @kernel_choices
 def test_a22_optional_inputs_and_outputs_may_be_absent(kernels: str, inputs: str, outputs: str) -> None:
     """onnxruntime-extensions #923, #283: every legal form of a node loads and runs."""
-    session = open_session(form_model(inputs, outputs), kernels)
-    got = dict(
-        zip(
-            (o.name for o in session.get_outputs()),
-            session.run(None, {i.name: v5_values()[i.name] for i in session.get_inputs()}),
-            strict=True,
-        )
-    )
+    got = run_form(form_model(inputs, outputs), kernels)
     assert list(got) == [name for name in outputs.split() if name != "_"]
     has_probs = "probs" in inputs.split()
     if "rows" in got:
@@ -1215,8 +1228,11 @@ def test_a22_optional_inputs_and_outputs_may_be_absent(kernels: str, inputs: str
 def test_a22_illegal_forms_are_refused_by_name(kernels: str, inputs: str, missing: str) -> None:
     """onnxruntime-extensions #923: a form that cannot run is refused when the session is made."""
     with pytest.raises(moe_onnx.MissingInputError, match=missing) as caught:
-        open_session(form_model(inputs, "rows probs_grad"), kernels)
+        open_session(form_model(inputs, "rows probs_grad", sizes_known=True), kernels)
     assert "the_node" in str(caught.value)
+    # Where sizes are not known, probs may turn out to be empty, which is absent: then the run refuses.
+    with pytest.raises(moe_onnx.MoeOnnxError, match=missing):
+        run_form(form_model(inputs, "rows probs_grad"), kernels)
 
 
 @kernel_choices
@@ -1362,7 +1378,7 @@ def test_a25_options_registered_before_the_import(v1_path: str) -> None:
     for result in results.values():
         if result != V1_GRAD.tolist():
             assert "not an error of this package" not in result
-            assert "moe_onnx" in result and "import" in result
+            assert "import moe_onnx" in result.lower()
 
 
 @pytest.mark.parametrize("domain", ["", "ascend_moe", "Ascend.Moe", "ai.onnx.contrib", "com.microsoft"])
@@ -1417,7 +1433,7 @@ def test_a26_an_optimised_model_can_be_saved_and_read_again(kernels: str, tmp_pa
         np.testing.assert_array_equal(got[0], V1_GRAD)
 
 
-@dtypes
+@each_dtype
 @everywhere(GRAD, UNGRAD, routes=("reference", "kernel", "python"))
 def test_a27_outputs_are_what_was_declared(op: str, mode: str, route: str, dtype: Any) -> None:
     """onnxruntime-extensions #922: number, dtype, shape and layout of what an op's body returns."""
@@ -1588,8 +1604,7 @@ def layer_function(outer: str = "", opset: int = 21) -> onnx.FunctionProto:
         node(UNGRAD, ["dy", "index", "index", "chosen", "permuted", "probs"], ["rows", "probs_grad"]),
         node(GRAD, ["rows", "index"], ["grad_x"]),
     ]
-    top_k = helper.make_attribute_ref_name(helper.make_attribute("top_k", 1), "k")
-    nodes[1].attribute.append(top_k)
+    nodes[1].attribute.append(AttributeProto(name="top_k", type=AttributeProto.INT, ref_attr_name="k"))
     return helper.make_function(
         "my.layers",
         f"Back{outer}",
@@ -1610,14 +1625,13 @@ def layer_feed(dtype: Any) -> tuple[dict[str, Any], list[Any]]:
     return feed, want
 
 
-@dtypes
+@each_dtype
 @kernel_choices
 def test_a31_a_layer_as_a_function_runs_like_its_nodes(kernels: str, dtype: Any) -> None:
     """onnxruntime #27873: the same layer, twice as a function and once flat, in every dtype."""
     feed, want = layer_feed(dtype)
     called = [
-        helper.make_node("Back", list(feed), [f"x{i}", f"q{i}"], domain="my.layers", k=2)
-        for i in range(2)
+        helper.make_node("Back", list(feed), [f"x{i}", f"q{i}"], domain="my.layers", k=2) for i in range(2)
     ]
     flat = [
         node(UNGRAD, ["dy", "index", "index", "chosen", "permuted", "probs"], ["rows", "q2"]),
@@ -1647,16 +1661,17 @@ def test_a32_a_function_of_an_operators_name_is_noticed() -> None:
     """onnxruntime #10075: a body that means another thing is refused, noted or not used at all."""
     model = grad_model()
     model.functions.append(other_function(DOMAIN))
-    silent = {}
+    silent, refusals = {}, []
     for kernels in ("auto", *KERNEL_CHOICES):
         try:
             session = open_session(model, kernels)
         except moe_onnx.ModelError as error:
-            assert GRAD in str(error)
+            refusals.append(str(error))
             continue
         if not any("function" in text and GRAD in text for text in session.moe_notes):
             silent[kernels] = session.run(None, v1_feed())[0].tolist()
-    assert silent == dict.fromkeys(silent, V1_GRAD.tolist())
+    assert all(GRAD in refusal for refusal in refusals)
+    assert silent == {kernels: V1_GRAD.tolist() for kernels in silent}
 
 
 @pytest.mark.parametrize("kernels", ["auto", *KERNEL_CHOICES])
@@ -1676,10 +1691,10 @@ def test_a32_a_function_of_that_name_elsewhere_is_left_alone(kernels: str) -> No
     assert_same(got, [np.array([[-9, -10], [-11, -12]], np.float32), V1_GRAD])
 
 
-def back_model() -> tuple[onnx.ModelProto, Callable[[int], tuple[dict[str, Any], list[Any]]]]:
-    """Six Python-op nodes side by side, and calls of them in any number of tokens."""
+def back_model(pairs: int) -> tuple[onnx.ModelProto, Callable[[int], tuple[dict[str, Any], list[Any]]]]:
+    """Pairs of Python-op nodes side by side, and calls of them in any number of tokens."""
     nodes, names = [], ["dy", "index", "chosen", "permuted", "probs"]
-    for i in range(3):
+    for i in range(pairs):
         nodes.append(
             node(
                 UNGRAD,
@@ -1694,18 +1709,18 @@ def back_model() -> tuple[onnx.ModelProto, Callable[[int], tuple[dict[str, Any],
         grad, probs_grad = oracle(UNGRAD, inputs, attributes)
         grad_x = oracles.init_routing_v2_grad(grad, inputs[1], top_k=2)
         feed = dict(zip(names, [*inputs[:2], *inputs[3:]], strict=True))
-        return feed, [probs_grad, grad_x] * 3
+        return feed, [probs_grad, grad_x] * pairs
 
-    shown = [f"{name}{i}" for i in range(3) for name in ("probs_grad", "grad_x")]
+    shown = [f"{name}{i}" for i in range(pairs) for name in ("probs_grad", "grad_x")]
     feed, want = call(4)
     return model_of(nodes, feed, dict(zip(shown, want, strict=True))), call
 
 
 def child_a33() -> None:
-    model, call = back_model()
+    model, call = back_model(1)
     shared = open_session(model, "python")
     parallel = open_session(
-        model,
+        back_model(3)[0],
         "python",
         execution_mode=ort.ExecutionMode.ORT_PARALLEL,
         inter_op_num_threads=3,
@@ -1719,9 +1734,11 @@ def child_a33() -> None:
             feed["index"] = feed["index"].copy()
             feed["index"][0] = 1000
         for i in range(200):
-            session = parallel if i % 10 == 9 else shared
             try:
-                assert_same(session.run(None, feed), want)
+                if i % 20 == 19:  # six nodes in one run, spread over a pool's threads
+                    assert_same(parallel.run(None, feed), want * 3)
+                else:
+                    assert all(map(np.array_equal, shared.run(None, feed), want))
                 counts["runs"] += 1
                 if number == 7:
                     wrong.append("no error")
@@ -1813,19 +1830,19 @@ def strided(value: Any, way: str) -> Any:
 WAYS = ("every other row", "backwards", "transposed", "every third column")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@dtypes
+@each_dtype
 @everywhere()
-def test_a35_strides_are_respected(op: str, mode: str, route: str, dtype: Any, way: str) -> None:
+def test_a35_strides_are_respected(op: str, mode: str, route: str, dtype: Any) -> None:
     """onnxruntime #13548: views give what contiguous copies give, and are left as they are."""
     inputs, attributes = example(op, mode, dtype)
-    views = [strided(value, way) for value in inputs]
-    assert not any(view.flags.c_contiguous for view in views)
-    for view in views:
-        view.flags.writeable = False
     want = oracle(op, inputs, attributes)
-    assert_same(run(op, route, views, attributes), want)
-    assert_same(views, inputs)
+    for way in WAYS:
+        views = [strided(value, way) for value in inputs]
+        assert not any(view.flags.c_contiguous for view in views)
+        for view in views:
+            view.flags.writeable = False
+        assert_same(run(op, route, views, attributes), want)
+        assert_same(views, inputs)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -1843,11 +1860,9 @@ def test_a35_strides_of_ort_values_are_respected(kernels: str, op: str, way: str
     assert_same([value.numpy() for value in got], oracle(op, inputs, attributes))
 
 
-@dtypes
+@each_dtype
 @everywhere()
-def test_a35_outputs_do_not_change_with_a_reused_buffer(
-    op: str, mode: str, route: str, dtype: Any
-) -> None:
+def test_a35_outputs_do_not_change_with_a_reused_buffer(op: str, mode: str, route: str, dtype: Any) -> None:
     """onnxruntime #13548: a loop that writes its next batch into the same arrays keeps old results."""
     top_k = {"experts": 3, "top_k": 1, "capacity": 2}  # K=1, where an output could be its input
     inputs, attributes = example(op, mode, dtype, **top_k)
@@ -1861,7 +1876,7 @@ def test_a35_outputs_do_not_change_with_a_reused_buffer(
     assert_same(second, oracle(op, other, attributes))
 
 
-@dtypes
+@each_dtype
 @kernel_choices
 def test_a36_outputs_rebound_as_inputs(kernels: str, dtype: Any) -> None:
     """onnxruntime #21888, #8144: a state handed on by IO binding, T changing, equals plain runs."""
@@ -1913,7 +1928,9 @@ def from_ort_value(value: ort.OrtValue, dtype: Any) -> Any:
     if dtype != BF16:
         return value.numpy()
     # onnxruntime gives no bfloat16 to numpy: a Cast in a session of its own does.
-    cast = model_of([std("Cast", ["x"], ["y"], to=TensorProto.FLOAT)], {"x": np.zeros((1, 1), BF16)}, {"y": V1})
+    cast = model_of(
+        [std("Cast", ["x"], ["y"], to=TensorProto.FLOAT)], {"x": np.zeros((1, 1), BF16)}, {"y": V1}
+    )
     session = ort.InferenceSession(cast.SerializeToString(), options_of())
     return session.run_with_ort_values(["y"], {"x": value})[0].numpy().astype(BF16)
 
@@ -1930,9 +1947,7 @@ def test_a37_external_data_is_found_from_anywhere(
     add = std("Add", ["sums", "x"], ["y"])
     model = model_of([grad, add], {"x": V1}, {"y": V1}, initializers=weights)
     path = tmp_path / "a" / "m.onnx"
-    onnx.save_model(
-        model, path, save_as_external_data=True, location="m.data", size_threshold=0
-    )
+    onnx.save_model(model, path, save_as_external_data=True, location="m.data", size_threshold=0)
     assert (tmp_path / "a" / "m.data").stat().st_size >= V1.nbytes
     monkeypatch.chdir(tmp_path / "elsewhere")
     x = np.ones((3, 2), np.float32)
@@ -1993,10 +2008,8 @@ def test_a40_bfloat16_constants_keep_their_bits(kernels: str, make: Any) -> None
 
 @pytest.mark.parametrize("nans", [False, True], ids=["numbers", "NaNs"])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16"])
-@everywhere(INIT, UNGRAD, modes=("dropless", "slot", "row"))
-def test_a40_copies_keep_every_bit_pattern(
-    op: str, mode: str, route: str, dtype: Any, nans: bool
-) -> None:
+@everywhere((INIT, "dropless"), (UNGRAD, "slot"), (UNGRAD, "row"))
+def test_a40_copies_keep_every_bit_pattern(op: str, mode: str, route: str, dtype: Any, nans: bool) -> None:
     """onnx #6646, #4618: what the contract calls a copy is one, of all patterns of 16 bits."""
     every = np.arange(65536, dtype=np.uint16)
     every = every[np.isnan(every.view(dtype).astype(np.float32)) == nans]
@@ -2028,7 +2041,7 @@ def test_a43_ties_keep_their_order_at_any_length(route: str) -> None:
         np.testing.assert_array_equal(rows[:, 0], order // 2)
 
 
-@dtypes
+@each_dtype
 @pytest.mark.parametrize("mode", MODES[INIT])
 def test_a44_an_expert_named_twice_counts_twice(mode: str, dtype: Any) -> None:
     """vLLM #39391, SGLang #30079: a duplicated expert id has two rows and both come back."""
@@ -2095,7 +2108,7 @@ def branch(name: str, nodes: list[onnx.NodeProto], like: Any) -> onnx.GraphProto
     return helper.make_graph(nodes, name, [], [info(nodes[-1].output[0], like)])
 
 
-@dtypes
+@each_dtype
 @kernel_choices
 def test_a47_nodes_in_the_branches_of_an_if(kernels: str, dtype: Any) -> None:
     """onnx #5701: an operator inside a subgraph runs there, with values of the graph round it."""
@@ -2143,13 +2156,13 @@ def test_a47_nodes_in_the_body_of_a_loop(kernels: str) -> None:
     np.testing.assert_array_equal(got, state * 8)
 
 
-@dtypes
+@each_dtype
 @kernel_choices
 def test_a47_nodes_in_functions_in_functions(kernels: str, dtype: Any) -> None:
     """onnxscript #1451: an operator two functions deep, with an attribute handed through."""
     feed, want = layer_feed(dtype)
     inner = helper.make_node("Back", list(feed), ["grad_x", "probs_grad"], domain="my.layers")
-    inner.attribute.append(helper.make_attribute_ref_name(helper.make_attribute("k", 1), "k"))
+    inner.attribute.append(AttributeProto(name="k", type=AttributeProto.INT, ref_attr_name="k"))
     outer = helper.make_function(
         "my.layers",
         "Outer",
@@ -2217,15 +2230,12 @@ def test_a49_a_model_with_bodies_runs_on_stock_onnxruntime(tmp_path: Path) -> No
     assert got == [value.astype(np.float64).tolist() for value in want]
 
 
-@dtypes
-@everywhere(GRAD, UNGRAD, COMBINE, modes=("dropless", "active", "slot", "row", "padded"))
+@each_dtype
+@everywhere((GRAD, "active"), (GRAD, "padded"), UNGRAD, COMBINE)
 def test_a53_a_dropped_token_is_zero_not_itself(op: str, mode: str, route: str, dtype: Any) -> None:
     """transformers #37123: a token without rows gets 0, and gives its router no gradient."""
     inputs, attributes = example(op, mode, dtype)
     if op == GRAD:
-        if mode == "dropless":
-            attributes["active_num"] = 7
-            inputs[0] = inputs[0][:7]
         index = inputs[1].reshape(6, 2)
         # Token 2 swaps its rows for dropped ones; the others keep theirs.
         if mode == "padded":
@@ -2250,7 +2260,7 @@ def test_a53_a_dropped_token_is_zero_not_itself(op: str, mode: str, route: str, 
     check(op, route, inputs, attributes)
 
 
-@dtypes
+@each_dtype
 @everywhere(COMBINE, UNGRAD)
 def test_a54_a_map_that_selects_nothing_runs(op: str, mode: str, route: str, dtype: Any) -> None:
     """transformers #40114: NonZero with no hits is no special case; every routing runs one graph."""
@@ -2262,7 +2272,7 @@ def test_a54_a_map_that_selects_nothing_runs(op: str, mode: str, route: str, dty
         assert not got[0].astype(np.float64).any()
 
 
-@dtypes
+@each_dtype
 @routes_of(GRAD)
 def test_a55_minus_one_is_not_the_last_row(route: str, dtype: Any) -> None:
     """onnxruntime #1533, #28311: Gather wraps -1 to the last row; a dropped slot must not."""
@@ -2277,4 +2287,3 @@ def test_every_kernel_is_under_test() -> None:
     """The routes of this module are those of the package: a new operator must be added above."""
     assert set(KERNELS) == {GRAD, UNGRAD}
     assert set(MODES) == set(BY_NAME)
-    assert re.fullmatch(r"\w+\.\w+", DOMAIN)

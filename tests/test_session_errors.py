@@ -1,9 +1,10 @@
-"""What an operator says of a wrong call comes out of every way to run it, once, where it belongs."""
+"""What an operator says of a wrong call comes out of every way to run it, once, and there only."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -91,11 +92,9 @@ WAYS = [by_run, by_ort_values, by_iobinding, by_vector]
 
 
 def by_async(session: Any, feed: dict[str, Any]) -> tuple[list[Any], Any, str]:
-    done, told = threading.Event(), []
-    session.run_async(None, feed, lambda *got: (told.append(got), done.set()), "data")
-    assert done.wait(20)
-    results: tuple[list[Any], Any, str] = told[0]
-    return results
+    told: queue.Queue[tuple[list[Any], Any, str]] = queue.Queue()
+    session.run_async(None, feed, lambda *got: told.put(got), "data")
+    return told.get(timeout=20)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -180,7 +179,7 @@ def test_no_other_session_or_thread_sees_an_error() -> None:
 
 
 def test_the_first_of_several_errors() -> None:
-    """What fails because of an error is not the error; a NaN that breaks a later node is a cause."""
+    """The operator's is raised, what its NaN broke further down is the cause given."""
     inputs, attributes, _ = call(INIT)
     model = make_model(INIT, inputs, attributes)
     grad, index = (arg.name for arg in model.graph.input)

@@ -259,7 +259,7 @@ _ROWS = """
     $weight = Cast <to = $DTYPE> (weight)
     $product = Mul ($grad, $weight)
     $rows_out = CastLike ($product, unpermuted_tokens_grad)
-    $permuted = Cast <to = $DTYPE> (permuted_tokens)
+    $permuted = Cast <to = $DTYPE> (permuted_rows)
     $head = Slice ($grad, zero, num_permuted, zero)
     $pairs = Mul ($head, $permuted)
     $dots = ReduceSum <keepdims = 0> ($pairs, one)
@@ -346,6 +346,10 @@ _WITH_PROBS = (
     weight_flat = Gather <axis = 0> (probs_and_none, cell_of_row)
     weight = Unsqueeze (weight_flat, one)
     moved = Gather <axis = 0> (grad_and_zero, token_of_row)
+    # No change where probs are given. Where they are not, this branch is dead, but its static shapes
+    # are compared all the same when a runtime loads it.
+    permuted_shape = Concat <axis = 0> (num_permuted, hidden)
+    permuted_rows = Reshape <allowzero = 1> (permuted_tokens, permuted_shape)
     """,
     per_precision(("rows_out", "cells_out"), "precision", _ROWS),
     """

@@ -69,9 +69,9 @@ def legalize(model: ModelProto, *, route: str, session: int = 0, body_domain: st
     model = _inline_callers(model)
     done = Legalized(model)
     _replace_bodies(model, done)
-    types = _value_types(model)
+    scopes = list(_value_types(model))
     names = _names(model)
-    for graph in _graphs(model.graph):
+    for graph, types in zip(list(_graphs(model.graph)), scopes, strict=True):
         nodes = list(graph.node)
         del graph.node[:]
         for node in nodes:
@@ -187,8 +187,10 @@ def _replace_bodies(model: ModelProto, done: Legalized) -> None:
     opset = _opset(model)
     for function in list(model.functions):
         if function.domain == DOMAIN and function.name in BY_NAME:
+            if opset >= OLDEST_OPSET and function.node == function_body(function.name, opset).node:
+                continue
             model.functions.remove(function)
-            if opset >= OLDEST_OPSET and function.node != function_body(function.name, opset).node:
+            if function.node:
                 done.notes.append(
                     f"function {DOMAIN}::{function.name} of the model is not this package's body and "
                     "was replaced by it"
@@ -231,20 +233,27 @@ def _inline_callers(model: ModelProto) -> ModelProto:
     return model
 
 
-def _value_types(model: ModelProto) -> dict[str, TensorInfo]:
-    """Dtype and shape of every value that onnx can tell, subgraphs' values included."""
+def _value_types(model: ModelProto) -> Iterator[dict[str, TensorInfo]]:
+    """What onnx can tell of the values that each graph sees, in the order of ``_graphs``."""
     # Inference is a help here; nodes whose types it cannot tell run by their function bodies.
     with suppress(Exception):
         model = onnx.shape_inference.infer_shapes(model)
-    types: dict[str, TensorInfo] = {}
-    for graph in _graphs(model.graph):
-        for value in (*graph.input, *graph.value_info, *graph.output):
-            if value.type.HasField("tensor_type"):
-                types[value.name] = tensor_info(value.type)
-        for tensor in graph.initializer:
-            proto = helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
-            types.setdefault(tensor.name, tensor_info(proto))
-    return types
+    return _scopes(model.graph, {})
+
+
+def _scopes(graph: GraphProto, outer: dict[str, TensorInfo]) -> Iterator[dict[str, TensorInfo]]:
+    # Branches beside each other may use one name for values of different types.
+    types = dict(outer)
+    for tensor in graph.initializer:
+        types[tensor.name] = tensor_info(helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims)))
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        if value.type.HasField("tensor_type"):
+            types[value.name] = tensor_info(value.type)
+    for node in graph.node:
+        for attr in node.attribute:
+            for inner in [attr.g] if attr.type == AttributeProto.GRAPH else attr.graphs:
+                yield from _scopes(inner, types)
+    yield types
 
 
 def _names(model: ModelProto) -> set[str]:
