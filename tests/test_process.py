@@ -387,7 +387,7 @@ def interrupt_a_run(kind: str, place: str) -> None:
 
 # In a plain session an interrupt is held off only inside the operator: the code of
 # onnxruntime-extensions round it is Python too, and not ours to guard (README, Limits).
-@pytest.mark.parametrize(("kind", "place"), [("moe", "inside"), ("plain", "inside")])
+@pytest.mark.parametrize(("kind", "place"), [("moe", "inside"), ("moe", "before"), ("plain", "inside")])
 def test_ctrl_c_during_a_run(kind: str, place: str) -> None:
     """Our session raises it after the run, a plain one delivers it soon; both live on."""
     said = child(interrupt_a_run, kind, place)[:-1]

@@ -128,18 +128,6 @@ def test_optional_inputs_may_be_left_out_or_empty() -> None:
     assert got == [("FLOAT", ["N", 16]), ("FLOAT", [0, 0])]
 
 
-def test_probs_of_unknown_size_may_turn_out_to_be_absent() -> None:
-    """Only what is known to be there needs its companions."""
-    values: Values = {**dict(list(UN_GRAD.items())[:3]), "": ("", None)}
-    node_inputs = {**values, "probs": ("float32", ["A", "B"])}
-    model = model_of("MoeTokenUnpermuteWithRoutingMapGrad", {k: v for k, v in node_inputs.items() if k})
-    model.graph.node[0].input[3:] = ["", "", "probs"]
-    onnx.checker.check_model(model, full_check=True)
-    model.graph.input[3].type.tensor_type.shape.dim[1].dim_value = 8
-    with pytest.raises(onnx.shape_inference.InferenceError, match="routing_map"):
-        onnx.checker.check_model(model, full_check=True)
-
-
 def test_one_expert_per_token_keeps_the_size() -> None:
     values: Values = {"grad_expanded_x": ("float32", ["N", 4]), "expanded_row_idx": ("int32", ["N"])}
     assert inferred("MoeInitRoutingV2Grad", values, top_k=1) == [("FLOAT", ["N", 4])]
