@@ -339,41 +339,43 @@ def full_size() -> Iterator[dict[str, Any]]:
     """T=8192, H=2048, E=16, K=4, integers up to 8: float32 sums are exact, so all must be equal."""
     rng = np.random.default_rng(1)
     tokens, experts, top_k, hidden = 8192, 16, 4, 2048
-    _, chosen, index = oracles.random_routing(rng, tokens, experts, top_k)
+    ids = np.sort(np.argsort(rng.random((tokens, experts)), axis=1)[:, :top_k], axis=1)
+    chosen = np.zeros((tokens, experts), np.bool_)
+    np.put_along_axis(chosen, ids, True, axis=1)
+    index = np.argsort(np.argsort(ids.reshape(-1), kind="stable")).astype(np.int32)
     permuted = rng.integers(-8, 9, (tokens * top_k, hidden), np.int8).astype(np.float32)
     dy = rng.integers(-8, 9, (tokens, hidden), np.int8).astype(np.float32)
     probs = rng.choice([0.25, 0.5, 1, 2], (tokens, experts)).astype(np.float32)
-    rows, every = index.reshape(-1, top_k).T, np.arange(tokens)
-    slots = list(zip(rows, np.nonzero(chosen)[1].reshape(-1, top_k).T, strict=True))
-    dots = np.zeros_like(probs)
-    for row, expert in slots:
-        dots[every, expert] = np.einsum("th,th->t", dy, permuted[row])
+    every, rows = np.arange(tokens), index.reshape(-1, top_k).T
+    grad, probs_grad = np.empty_like(permuted), np.zeros_like(probs)
+    for row, expert in zip(rows, ids.T, strict=True):
+        grad[row] = dy * probs[every, expert][:, None]
+        # Integers below 2^24: float32 is exact in any order.
+        probs_grad[every, expert] = np.einsum("th,th->t", dy, permuted[row])
     yield {
-        "ungrad": [dy, index, index, chosen, permuted, probs],
-        "slots": slots,
-        "sums": sum(permuted[row] for row in rows),
-        "dots": dots,
+        "dispatch": [permuted, index],
+        "grad_x": sum(permuted[row] for row in rows),
+        "combine": [dy, index, index, chosen, permuted, probs],
+        "grad": grad,
+        "probs_grad": probs_grad,
     }
 
 
 @pytest.mark.parametrize("route", FEW)
 def test_a01_dispatch_gradient_at_full_size(route: str, full_size: dict[str, Any]) -> None:
     """TransformerEngine #1336: the gradient is the unfused sum, bit for bit where sums are exact."""
-    _, index, _, _, permuted, _ = full_size["ungrad"]
-    (got,) = run(GRAD, route, [permuted, index], {"top_k": 4})
+    (got,) = run(GRAD, route, full_size["dispatch"], {"top_k": 4})
     assert got.dtype == F32
-    np.testing.assert_array_equal(got, full_size["sums"])
+    assert np.array_equal(got, full_size["grad_x"])
 
 
 @pytest.mark.parametrize("route", FEW)
 def test_a01_combine_gradient_at_full_size(route: str, full_size: dict[str, Any]) -> None:
     """TransformerEngine #1336: so is the gradient of the combine, and that of its weights."""
-    dy, *_, probs = full_size["ungrad"]
-    grad, probs_grad = run(UNGRAD, route, full_size["ungrad"], {"drop_and_pad": 0})
-    for row, expert in full_size["slots"]:
-        weight = probs[np.arange(len(dy)), expert]
-        np.testing.assert_array_equal(grad[row], dy * weight[:, None])
-    np.testing.assert_array_equal(probs_grad, full_size["dots"])
+    grad, probs_grad = run(UNGRAD, route, full_size["combine"], {"drop_and_pad": 0})
+    assert (grad.dtype, probs_grad.dtype) == (F32, F32)
+    assert np.array_equal(grad, full_size["grad"])
+    assert np.array_equal(probs_grad, full_size["probs_grad"])
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 8, 16])
@@ -625,7 +627,7 @@ def empty_sizes(op: str, mode: str) -> Iterator[dict[str, int]]:
 
 
 @each_dtype
-@everywhere()
+@everywhere(routes=FEW)
 def test_a07_empty_axes_leave_no_output_unwritten(op: str, mode: str, route: str, dtype: Any) -> None:
     """Paddle #79470: an early exit on an empty axis still owes the zeros of the other outputs."""
     for sizes in empty_sizes(op, mode):
@@ -726,11 +728,13 @@ def test_a10_what_no_slot_names_is_exactly_zero(mode: str, route: str, dtype: An
             token_id[skipped] = -1
     probs[~named] = np.resize([np.nan, np.inf, -np.inf], (~named).sum()).astype(dtype)
     permuted[unnamed_rows] = np.nan
-    poison(dy, permuted, probs)
-    grad, probs_grad = run(UNGRAD, route, inputs, attributes)
-    assert not grad[unnamed_rows].astype(np.float64).any()
-    assert not probs_grad[~named].astype(np.float64).any()
-    assert_same([grad, probs_grad], oracle(UNGRAD, inputs, attributes))
+    dy[[0, -1]] = np.nan  # the tokens that a row without one would copy by mistake
+    for present in (inputs, inputs[:3]):
+        poison(dy, permuted, probs)
+        grad, probs_grad = run(UNGRAD, route, present, attributes)
+        assert not grad[unnamed_rows].astype(np.float64).any()
+        assert probs_grad is None or not probs_grad[~named].astype(np.float64).any()
+        assert_same([grad, probs_grad], oracle(UNGRAD, present, attributes))
 
 
 @each_dtype
@@ -745,7 +749,7 @@ def test_a10_rows_that_no_token_fills_are_exactly_zero(route: str, dtype: Any) -
     assert expanded[:2].all() and not expanded[2:].any()
 
 
-@pytest.mark.parametrize("experts_of_all", [[0], [1], [0, 3]], ids=str)
+@pytest.mark.parametrize("experts_of_all", [[1], [0, 3]], ids=str)
 @each_dtype
 @kernel_choices
 def test_a11_dropped_tokens_come_back_as_zero(kernels: str, dtype: Any, experts_of_all: list[int]) -> None:
@@ -843,7 +847,7 @@ def test_a13_the_last_expert_holds_all_tokens(op: str, mode: str, route: str, dt
         check(op, route, inputs, attributes)
 
 
-@pytest.mark.parametrize("tokens", [1023, 1025, 2047])
+@pytest.mark.parametrize("tokens", [1023, 1025])
 @pytest.mark.parametrize("route", FEW)
 def test_a13_no_remainder_of_a_split_is_lost(route: str, tokens: int) -> None:
     """vllm-ascend #9170: rows shared out by an integer division are all written."""
@@ -859,14 +863,14 @@ def test_a13_no_remainder_of_a_split_is_lost(route: str, tokens: int) -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("capacity", [2, 6])
+@pytest.mark.parametrize("capacity", [2, 3])
 def test_a14_all_routes_drop_the_same_tokens(dtype: Any, capacity: int) -> None:
     """pytorch/ao #4825: past capacity two implementations agree, forward and backward."""
     skewed = np.array([[0, 1], [0, 1], [0, 3], [0, 1], [1, 2], [0, 1]], np.int32)
     inputs, attributes = example(INIT, "padded", dtype, capacity=capacity)
     inputs[1] = skewed
     want = oracle(INIT, inputs, attributes)
-    assert capacity == 6 or (want[1] == -1).any()
+    assert (want[1] == -1).any()
     for route in ROUTES:
         if has_route(INIT, route):
             assert_same(run(INIT, route, inputs, attributes), want)
@@ -1011,15 +1015,15 @@ def test_a17_forty_repeats_give_one_result(kernels: str) -> None:
 
 
 def grid(top_k: int) -> Iterator[dict[str, int]]:
-    for hidden, tokens in ((1, 1), (7, 1), (64, 1), (7168, 1), (1, 2048), (7, 2048), (64, 2048)):
+    for hidden, tokens in ((1, 1), (7, 1), (64, 1), (7168, 1), (1, 2048), (7, 2048), (64, 500)):
         for experts in (1, 64, 65):
-            # One call of the larger ones is enough; the report's own size is a test below.
+            # One call of the largest is enough; the report's own size is a test below.
             if top_k <= experts and (hidden * tokens <= 7 * 2048 or (top_k, experts) == (6, 65)):
                 yield {"tokens": tokens, "experts": experts, "top_k": top_k, "hidden": hidden}
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 6])
-@pytest.mark.parametrize("route", ["kernel", "python", "body"])
+@pytest.mark.parametrize("route", ["kernel", "body"])
 def test_a18_sizes_that_are_no_powers_of_two(route: str, top_k: int) -> None:
     """vLLM #14568: a grid of odd sizes against float64."""
     for sizes in grid(top_k):
@@ -1049,7 +1053,7 @@ def test_a18_the_size_of_the_report() -> None:
     for route in ("kernel", "python", "body"):
         (got,) = run(GRAD, route, [raw.view(BF16), index], {"top_k": 6})
         assert got.dtype == BF16
-        np.testing.assert_array_equal(got.view(np.uint16), want)
+        assert np.array_equal(got.view(np.uint16), want)
 
 
 @pytest.mark.parametrize("probs_dtype", DTYPES.values(), ids=DTYPES)
@@ -1556,7 +1560,7 @@ def test_a29_other_arrays_for_bfloat16_get_advice(kernels: str, fed: Any) -> Non
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("opset", [18, 22, 26])
+@pytest.mark.parametrize("opset", [18, 26])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("op", "mode"), [(INIT, "padded"), (GRAD, "padded"), (COMBINE, "slot"), (UNGRAD, "slot")]
@@ -1721,7 +1725,8 @@ def back_model(pairs: int) -> tuple[onnx.ModelProto, Callable[[int], tuple[dict[
 
 def child_a33() -> None:
     model, call = back_model(1)
-    shared = open_session(model, "python")
+    # One thread each: pools of eight callers would only spin against one another.
+    shared = open_session(model, "python", intra_op_num_threads=1)
     parallel = open_session(
         back_model(3)[0],
         "python",
