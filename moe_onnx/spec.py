@@ -1,8 +1,9 @@
 """What an operator is, as data: ``OpSpec`` and the shape language its checks are written in.
 
 Every route (numpy, ONNX schema, Python custom op, reference evaluator, cards) reads the same
-``OpSpec``, and :meth:`OpSpec.check` is the only place that checks dtypes, attributes and shapes: the
-numpy functions call it with concrete sizes, ONNX shape inference with whatever is known.
+``OpSpec``, and :meth:`OpSpec.check` is where dtypes, attributes and shapes are checked: the numpy
+functions call it with concrete sizes, ONNX shape inference with whatever is known. What takes values
+to check (indices, how many pairs a map selects) is checked by the operators.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_onnx.adapters.reference_evaluator import absent_output
 from moe_onnx.errors import ModelError
 from moe_onnx.kernels import PYTHON_KERNELS, PythonKernel
 from moe_onnx.operators import BY_NAME
@@ -139,9 +140,8 @@ def _guard(spec: OpSpec, kernel: PythonKernel, dtype: np.dtype[Any]) -> Callable
                 attributes["restore_shape"] = [int(size) for size in shape.split(",")]
             result = kernel.run(*inputs, **attributes)
             values = list(result) if isinstance(result, tuple) else [result]
-            if len(values) > 1 and values[1] is None:
-                values[1] = np.zeros(inputs[5].shape, dtype)
-            return _pack([np.ascontiguousarray(value, dtype) for value in values])
+            full = [absent_output(spec, i, inputs) if v is None else v for i, v in enumerate(values)]
+            return _pack([np.ascontiguousarray(value, dtype) for value in full])
         except BaseException as error:
             return _fail(spec, kernel, dtype, inputs, attributes, session, node, error)
 

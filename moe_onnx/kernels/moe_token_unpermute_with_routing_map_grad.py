@@ -37,8 +37,6 @@ def moe_token_unpermute_with_routing_map_grad(
     # Taking rows of a strided array copies all of it each time.
     source, hidden = np.ascontiguousarray(plan.grad), plan.grad.shape[1]
     grad: Array = np.empty((plan.num_rows, hidden), source.dtype)
-    if not len(source) or not hidden:
-        grad[...] = 0
     wide = wide_dtype(source.dtype)
     # From slots to rows: which token each row copies, and whether any does.
     token = np.zeros(plan.num_rows, np.intp)
@@ -81,8 +79,7 @@ def moe_token_unpermute_with_routing_map_grad(
             if some_blank:
                 grad[low:high][blank[low:high]] = 0
 
-    if len(source) and hidden:
-        run_blocks(plan.num_rows, hidden * wide.itemsize, grad.nbytes, work)
+    run_blocks(plan.num_rows, hidden * wide.itemsize, grad.nbytes, work)
     if given is None:
         return grad, None
     probs_grad: Array = np.zeros(given.shape, given.dtype)

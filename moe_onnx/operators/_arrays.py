@@ -36,6 +36,11 @@ def _as_array(op: str, name: str, value: Any) -> Array:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
+def given(array: Array | None) -> Array | None:
+    """An optional input, or None where it is absent: None itself, or of shape exactly (0, 0)."""
+    return None if array is None or array.shape == (0, 0) else array
+
+
 def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Dtype in which sums are made: float32 for float32 and all 16-bit types, float64 for itself."""
     return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)

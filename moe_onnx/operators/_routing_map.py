@@ -10,9 +10,12 @@ import numpy as np
 from moe_onnx.errors import LimitError, MissingInputError, RoutingMapError, ShapeError
 from moe_onnx.operators._arrays import Array
 from moe_onnx.operators._body import check
-from moe_onnx.spec import Axes, Shape, TensorInfo, require_same_dtype, show
+from moe_onnx.spec import Attr, Axes, Shape, TensorInfo, require_same_dtype, show
 
 MAX_TOP_K = 512  # both source documents' limit on experts per token
+DROP_AND_PAD = Attr(
+    "drop_and_pad", "bool", "whether every expert has exactly C rows", "0 or 1", lambda v: v in (0, 1), 0
+)
 
 
 def require_companions(op: str, **companions: bool) -> None:

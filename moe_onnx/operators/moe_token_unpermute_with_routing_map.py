@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moe_onnx.errors import MissingInputError, ShapeError
-from moe_onnx.operators._arrays import Array, check_range, check_unique, read, wide_dtype
+from moe_onnx.operators._arrays import Array, check_range, check_unique, given, read, wide_dtype
 from moe_onnx.operators._body import (
     attribute,
     body,
@@ -27,6 +27,7 @@ from moe_onnx.operators._body import (
 )
 from moe_onnx.operators._routing_map import (
     BAD_PROBS_DTYPE,
+    DROP_AND_PAD,
     RESTORE_SHAPE,
     SLOT_CELLS,
     check_limits,
@@ -85,12 +86,9 @@ def moe_token_unpermute_with_routing_map(
     attrs, shapes = SPEC.check(infos, {"drop_and_pad": drop_and_pad, "restore_shape": restore_shape})
     assert rows is not None and index is not None and shapes[0] is not None and shapes[0].shape
     tokens, experts = int(shapes[0].shape[0] or 0), 0
-    if weights is not None and weights.shape == (0, 0):
-        weights = None
+    mask, weights = given(mask), given(weights)
     if weights is not None:
         experts = weights.shape[1]
-    if mask is not None and mask.shape == (0, 0):
-        mask = None
     total = np.zeros((tokens, rows.shape[1]), wide_dtype(rows.dtype))
     used = None if weights is None else np.zeros(len(index), weights.dtype)
     if attrs["drop_and_pad"]:
@@ -135,26 +133,22 @@ def _check_rows(rows: Array, index: Array, mask: Array | None) -> None:
         )
 
 
-def _is_absent(info: TensorInfo | None) -> bool:
-    return info is None or info.shape == (0, 0)
-
-
 def _missing(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) -> None:
     _, _, mask, probs = inputs
     # What is neither false nor left out is refused, or padded, later on.
     padded = attributes.get("drop_and_pad")
     if presence(probs) and (padded is None or (isinstance(padded, (int, np.bool_)) and not padded)):
-        require_companions(NAME, routing_map=not _is_absent(mask))
+        require_companions(NAME, routing_map=presence(mask) is not False)
 
 
 def _mixes(inputs: Sequence[TensorInfo | None]) -> None:
     rows, _, _, probs = inputs
-    if rows is not None and probs is not None and probs.shape != (0, 0):
+    if rows is not None and probs is not None and presence(probs) is not False:
         check_probs_dtype(NAME, "permuted_tokens", rows, probs)
 
 
 def _shapes(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) -> list[TensorInfo | None]:
-    rows, index, mask, probs = (None if i > 1 and _is_absent(t) else t for i, t in enumerate(inputs))
+    rows, index, mask, probs = (None if i > 1 and presence(t) is False else t for i, t in enumerate(inputs))
     assert rows is not None and index is not None
     padded, restore = bool(attributes["drop_and_pad"]), attributes["restore_shape"]
     axes = Axes(NAME)
@@ -463,14 +457,7 @@ SPEC = OpSpec(
         ),
     ),
     attributes=(
-        Attr(
-            "drop_and_pad",
-            "bool",
-            "whether every expert has exactly C rows",
-            "0 or 1",
-            lambda v: v in (0, 1),
-            0,
-        ),
+        DROP_AND_PAD,
         Attr(
             "restore_shape",
             "ints",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moe_onnx.errors import ShapeError
-from moe_onnx.operators._arrays import Array, check_range, check_unique, read, wide_dtype
+from moe_onnx.operators._arrays import Array, check_range, check_unique, given, read, wide_dtype
 from moe_onnx.operators._body import (
     attribute,
     body,
@@ -28,6 +28,7 @@ from moe_onnx.operators._body import (
 )
 from moe_onnx.operators._routing_map import (
     BAD_PROBS_DTYPE,
+    DROP_AND_PAD,
     RESTORE_SHAPE,
     ROW_CELLS,
     SLOT_CELLS,
@@ -143,8 +144,9 @@ def prepare(*inputs: Any, **attributes: Any) -> Plan:
     grad, index, token, routing_map, permuted, probs = arrays
     assert grad is not None and index is not None and token is not None
     tokens, rows, padded = len(grad), len(index), bool(attrs["drop_and_pad"])
-    if permuted is not None and permuted.shape == (0, 0) and (probs is None or probs.shape == (0, 0)):
-        permuted = None
+    probs = given(probs)
+    if probs is None:
+        permuted = given(permuted)  # beside probs (0, 0) may be its required shape
     if permuted is not None and not padded:
         absent = routing_map is None or (routing_map.shape == (0, 0) and tokens > 0)
         _check_rows(permuted, index, None if absent else routing_map)
@@ -158,7 +160,7 @@ def prepare(*inputs: Any, **attributes: Any) -> Plan:
     else:
         # A skipped slot's token is not read, so whatever stands there is right.
         check_range(NAME, "permute_token_id", np.where(named, token, 0), 0, max(tokens, 1), "a token")
-    if probs is None or probs.shape == (0, 0):
+    if probs is None:
         return Plan(grad, rows, index[named], token[named], None, None, None)
     assert routing_map is not None and permuted is not None
     experts = probs.shape[1]
@@ -205,9 +207,9 @@ def _missing(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any])
 def _mixes(inputs: Sequence[TensorInfo | None]) -> None:
     grad, _, _, _, permuted, probs = inputs
     assert grad is not None
-    if permuted is not None and permuted.shape != (0, 0):
+    if permuted is not None and presence(permuted) is not False:
         require_same_dtype(NAME, "unpermuted_tokens_grad", grad.dtype, "permuted_tokens", permuted.dtype)
-    if probs is not None and probs.shape != (0, 0):
+    if probs is not None and presence(probs) is not False:
         check_probs_dtype(NAME, "unpermuted_tokens_grad", grad, probs)
 
 
@@ -250,7 +252,7 @@ def _shapes(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) 
 
 def _given(info: TensorInfo | None, present: bool) -> TensorInfo | None:
     # The six-input form has empty constants where companions are absent.
-    return None if info is not None and info.shape == (0, 0) and not present else info
+    return info if present or presence(info) is not False else None
 
 
 # The part that touches whole rows, once per precision.
@@ -584,14 +586,7 @@ SPEC = OpSpec(
         ),
     ),
     attributes=(
-        Attr(
-            "drop_and_pad",
-            "bool",
-            "whether every expert has exactly C rows",
-            "0 or 1",
-            lambda v: v in (0, 1),
-            0,
-        ),
+        DROP_AND_PAD,
         Attr("restore_shape", "ints", "shape of dY, checked when padded", "integers", lambda v: True),
     ),
     shapes=_shapes,

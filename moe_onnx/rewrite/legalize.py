@@ -57,11 +57,14 @@ def legalize(model: ModelProto, *, route: str, session: int = 0, body_domain: st
     """A copy of ``model`` that ``route`` (``"python"`` or ``"body"``) can run.
 
     ``session`` is what the Python ops park their errors under. Bodies of operators that have a
-    Python kernel go by ``body_domain``: in ``ascend.moe`` a registered kernel would shadow them.
+    Python kernel go by ``body_domain``: where kernels are registered, as they are for the Python
+    route, they would shadow a body in ``ascend.moe``.
 
     Raises:
         ModelError, AttributeValueError: If an ``ascend.moe`` node is wrong; the message names it.
     """
+    if route == "python":
+        body_domain = BODY_DOMAIN
     model = _copy(model)
     _undo_session_domain(model)
     _check_domains(model)
@@ -82,10 +85,15 @@ def legalize(model: ModelProto, *, route: str, session: int = 0, body_domain: st
             _check_arity(spec, node)
             dtypes = _check_node(spec, node, types)
             graph.node.extend(_fill_inputs(spec, node, dtypes[0], names))
-            if route == "python" and spec.name in SERVED:
+            served = spec.name in SERVED
+            if route == "python" and served and "" not in dtypes:
                 graph.node.extend(_to_python(spec, node, dtypes, session, names, done))
             else:
-                node.domain = body_domain if spec.name in SERVED else DOMAIN
+                if route == "python" and served:
+                    done.notes.append(
+                        f"node '{node.name}' runs its function body: the dtype of an input is not known"
+                    )
+                node.domain = body_domain if served else DOMAIN
                 graph.node.append(node)
                 done.body_nodes += 1
     _finish(model)
@@ -112,11 +120,15 @@ def _copy(model: ModelProto) -> ModelProto:
 
 def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
     """The graph and its subgraphs, innermost first."""
+    for inner in _subgraphs(graph):
+        yield from _graphs(inner)
+    yield graph
+
+
+def _subgraphs(graph: GraphProto) -> Iterator[GraphProto]:
     for node in graph.node:
         for attr in node.attribute:
-            for inner in [attr.g] if attr.type == AttributeProto.GRAPH else attr.graphs:
-                yield from _graphs(inner)
-    yield graph
+            yield from [attr.g] if attr.type == AttributeProto.GRAPH else attr.graphs
 
 
 def _all_nodes(model: ModelProto) -> Iterator[NodeProto]:
@@ -140,18 +152,18 @@ def _check_domains(model: ModelProto) -> None:
                 f"The model imports {DOMAIN} version {entry.version}; this package has version "
                 f"{VERSION}. Export the model again with it."
             )
-    known = {(f.domain, f.name) for f in model.functions}
+    own = {f.name for f in model.functions if f.domain == DOMAIN}
+    foreign = {(f.domain, f.name) for f in model.functions if f.domain != DOMAIN}
     for node in _all_nodes(model):
-        if (node.domain, node.op_type) in known and node.domain != DOMAIN:
+        if (node.domain, node.op_type) in foreign:
             continue
-        if node.domain == DOMAIN and node.op_type not in BY_NAME:
+        if node.domain == DOMAIN and node.op_type not in (*BY_NAME, *own):
             close = difflib.get_close_matches(node.op_type, BY_NAME, 1)
             hint = f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(BY_NAME)}."
-            if (DOMAIN, node.op_type) not in known:
-                raise ModelError(
-                    f"Node '{node.name}': there is no operator '{node.op_type}' in domain {DOMAIN}. {hint}"
-                )
-        elif node.domain != DOMAIN and node.op_type in BY_NAME:
+            raise ModelError(
+                f"Node '{node.name}': there is no operator '{node.op_type}' in domain {DOMAIN}. {hint}"
+            )
+        if node.domain != DOMAIN and node.op_type in BY_NAME:
             raise ModelError(
                 f"Node '{node.name}': operator '{node.op_type}' is in domain '{node.domain}', where no "
                 f"such operator is registered. Set the node's domain to '{DOMAIN}' and import it.",
@@ -213,24 +225,22 @@ def _write_out_defaults(model: ModelProto) -> None:
 
 def _inline_callers(model: ModelProto) -> ModelProto:
     """Inline functions that call ``ascend.moe``: custom ops inside functions do not load."""
-    callers = [
-        (f.domain, f.name)
-        for f in model.functions
-        if f.domain != DOMAIN and any(n.domain == DOMAIN for n in _function_nodes(f))
-    ]
+    callers = _callers(model)
     if callers:
         _write_out_defaults(model)
     # A caller of a caller is one only after the inner one was inlined.
     while callers:
         model = onnx.inliner.inline_selected_functions(model, callers)
-        callers = [
-            (f.domain, f.name)
-            for f in model.functions
-            if f.domain != DOMAIN
-            and (f.domain, f.name) not in callers
-            and any(n.domain == DOMAIN for n in _function_nodes(f))
-        ]
+        callers = [caller for caller in _callers(model) if caller not in callers]
     return model
+
+
+def _callers(model: ModelProto) -> list[tuple[str, str]]:
+    return [
+        (f.domain, f.name)
+        for f in model.functions
+        if f.domain != DOMAIN and any(n.domain == DOMAIN for n in _function_nodes(f))
+    ]
 
 
 def _value_types(model: ModelProto) -> Iterator[dict[str, TensorInfo]]:
@@ -249,10 +259,8 @@ def _scopes(graph: GraphProto, outer: dict[str, TensorInfo]) -> Iterator[dict[st
     for value in (*graph.input, *graph.value_info, *graph.output):
         if value.type.HasField("tensor_type"):
             types[value.name] = tensor_info(value.type)
-    for node in graph.node:
-        for attr in node.attribute:
-            for inner in [attr.g] if attr.type == AttributeProto.GRAPH else attr.graphs:
-                yield from _scopes(inner, types)
+    for inner in _subgraphs(graph):
+        yield from _scopes(inner, types)
     yield types
 
 
@@ -346,12 +354,6 @@ def _to_python(
     spec: OpSpec, node: NodeProto, dtypes: list[str], session: int, names: set[str], done: Legalized
 ) -> list[NodeProto]:
     dtype = dtypes[0]
-    if "" in dtypes:
-        # Registered ops shadow functions of their name, so the body goes by another domain.
-        node.domain = BODY_DOMAIN
-        done.body_nodes += 1
-        done.notes.append(f"node '{node.name}' runs its function body: the dtype of an input is not known")
-        return [node]
     done.python_nodes += 1
     restore = next((a for a in node.attribute if a.name == "restore_shape"), None)
     shape = ",".join(str(size) for size in restore.ints) if restore else ""

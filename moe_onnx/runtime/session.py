@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import numpy as np
@@ -70,25 +70,20 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         options = sess_options if sess_options is not None else onnxruntime.SessionOptions()
         self._lock = threading.Lock() if _is_parallel(options) else None
         model, folder = _load(path_or_bytes)
-        source: Any = (
-            path_or_bytes if not isinstance(path_or_bytes, onnx.ModelProto) else _encode(path_or_bytes)
-        )
+        source: Any = path_or_bytes
         if model is not None and uses_domain(model):
             done = _legalize(model, kernels, self._number)
             self.moe_kernels = {"python": done.python_nodes, "body": done.body_nodes}
             self.moe_notes = done.notes
             if done.python_nodes:
                 register(options)
+            if folder is not None and _has_external_data(model):
+                options.add_session_config_entry(_FOLDER, folder)
             source = _encode(done.model)
-        elif isinstance(path_or_bytes, os.PathLike):
-            source = os.fspath(path_or_bytes)
-        if (
-            isinstance(source, bytes)
-            and folder is not None
-            and model is not None
-            and _has_external_data(model)
-        ):
-            options.add_session_config_entry(_FOLDER, folder)
+        elif isinstance(source, onnx.ModelProto):
+            source = _encode(source)
+        elif isinstance(source, os.PathLike):
+            source = os.fspath(source)
         try:
             super().__init__(source, options, providers, provider_options, **kwargs)
         except Exception as error:
@@ -99,20 +94,21 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
                 "the operators of moe_onnx were in it, or twice. Import moe_onnx first and use new "
                 "SessionOptions with moe_onnx.register."
             ) from error
+        self._inputs = {arg.name: arg.type for arg in self.get_inputs()}
+        self._outputs = {arg.name: arg.type for arg in self.get_outputs()}
 
     def run(self, output_names: Any, input_feed: Mapping[str, Any], run_options: Any = None) -> list[Any]:
         """As in onnxruntime. bfloat16 inputs and outputs are ``ml_dtypes.bfloat16`` arrays."""
-        inputs = {arg.name: arg.type for arg in self.get_inputs()}
         for name, value in input_feed.items():
-            _check_feed(name, value, inputs)
-        outputs = {arg.name: arg.type for arg in self.get_outputs()}
-        wanted = list(outputs) if not output_names else list(output_names)
-        if not any("bfloat16" in t for t in (*inputs.values(), *(outputs.get(n, "") for n in wanted))):
+            _check_feed(name, value, self._inputs)
+        wanted = list(output_names) if output_names else list(self._outputs)
+        types = (*self._inputs.values(), *(self._outputs.get(name, "") for name in wanted))
+        if "tensor(bfloat16)" not in types:
             return self._guarded(super().run, output_names, input_feed, run_options)  # type: ignore[no-any-return]
-        missing = [name for name in inputs if name not in input_feed]
+        missing = [name for name in self._inputs if name not in input_feed]
         if missing:
             raise ModelError(f"Required inputs {missing} are missing from the feed {sorted(input_feed)}.")
-        feed = {n: to_ort_value(v, inputs.get(n, "")) for n, v in input_feed.items()}
+        feed = {n: to_ort_value(v, self._inputs.get(n, "")) for n, v in input_feed.items()}
         values = self._guarded(super().run_with_ort_values, wanted, feed, run_options)
         return [to_numpy(value) for value in values]
 
@@ -166,13 +162,10 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
     def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
         """Run, and raise what the Python ops could not raise themselves."""
-        if self._lock is not None:
-            # In parallel execution ops run in threads of the pool; one run at a time keeps it clear
-            # whose errors are whose.
-            with self._lock, _interrupts_deferred():
-                return self._run_and_raise(call, args, any_thread=True)
-        with _interrupts_deferred():
-            return self._run_and_raise(call, args, any_thread=False)
+        # In parallel execution ops run in threads of the pool; one run at a time keeps it clear whose
+        # errors are whose.
+        with self._lock or nullcontext(), _interrupts_deferred():
+            return self._run_and_raise(call, args, any_thread=self._lock is not None)
 
     def _run_and_raise(self, call: Callable[..., Any], args: Sequence[Any], *, any_thread: bool) -> Any:
         failure: Exception | None = None
