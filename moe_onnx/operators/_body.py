@@ -65,6 +65,42 @@ def is_not(out: str, a: str, b: str) -> str:
     {out} = Not ({out}_equal)"""
 
 
+def is_outside(out: str, value: str, low: str, high: str) -> str:
+    """``out`` is true where ``value`` is not in ``[low, high)``."""
+    return f"""
+    {out}_below = Less ({value}, {low})
+    {out}_above = GreaterOrEqual ({value}, {high})
+    {out} = Or ({out}_below, {out}_above)"""
+
+
+def count_up(out: str, n: str) -> str:
+    """``out`` is 0, 1, .. n - 1 for the size ``n``."""
+    return f"""
+    {out}_start = Constant <value_int = 0> ()
+    {out}_step = Constant <value_int = 1> ()
+    {out}_stop = Squeeze ({n})
+    {out} = Range ({out}_start, {out}_stop, {out}_step)"""
+
+
+def coordinates(first: str, second: str, mask: str) -> str:
+    """Where the 2-D ``mask`` is true, row by row: ``first`` its rows, ``second`` its columns."""
+    return f"""
+    {first}_pairs = NonZero ({mask})
+    {first}_2d = Slice ({first}_pairs, zero, one, zero)
+    {second}_2d = Slice ({first}_pairs, one, two, zero)
+    {first} = Reshape ({first}_2d, minus_one)
+    {second} = Reshape ({second}_2d, minus_one)"""
+
+
+def with_zero_row(out: str, rows: str, like: str) -> str:
+    """``out`` is ``rows`` with a row of zeros behind the last; reads ``hidden``, dtype of ``like``."""
+    return f"""
+    {out}_shape = Concat <axis = 0> (one, hidden)
+    {out}_zero_f32 = ConstantOfShape ({out}_shape)
+    {out}_zero = CastLike ({out}_zero_f32, {like})
+    {out} = Concat <axis = 0> ({rows}, {out}_zero)"""
+
+
 def precision(out: str, tensor: str) -> str:
     """The dtype of ``tensor`` as a size: -1 no float, 0 bfloat16, 1 float16, 2 float32, 3 float64.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_onnx.errors import LimitError, MissingInputError, RoutingMapError, ShapeError
 from moe_onnx.operators._arrays import Array
-from moe_onnx.operators._body import check
+from moe_onnx.operators._body import check, coordinates
 from moe_onnx.spec import Attr, Axes, Shape, TensorInfo, require_same_dtype, show
 
 MAX_TOP_K = 512  # both source documents' limit on experts per token
@@ -141,11 +141,9 @@ SLOT_CELLS = (
     selected_int = Cast <to = 6> (selected)
     running_int = CumSum (selected_int, axis_1)
     running = Cast <to = 7> (running_int)
-    slot_pairs = NonZero (selected)
-    pair_token_2d = Slice (slot_pairs, zero, one, zero)
-    pair_expert_2d = Slice (slot_pairs, one, two, zero)
-    pair_token = Reshape (pair_token_2d, minus_one)
-    pair_expert = Reshape (pair_expert_2d, minus_one)
+"""
+    + coordinates("pair_token", "pair_expert", "selected")
+    + """
     pair_start = Mul (pair_token, num_experts)
     pair_cell = Add (pair_start, pair_expert)
     running_flat = Reshape (running, minus_one)
@@ -174,11 +172,9 @@ SLOT_CELLS = (
 ROW_CELLS = (
     """
     selected_by_expert = Transpose <perm = [1, 0]> (selected)
-    row_pairs = NonZero (selected_by_expert)
-    row_expert_2d = Slice (row_pairs, zero, one, zero)
-    row_token_2d = Slice (row_pairs, one, two, zero)
-    row_expert = Reshape (row_expert_2d, minus_one)
-    row_token = Reshape (row_token_2d, minus_one)
+"""
+    + coordinates("row_expert", "row_token", "selected_by_expert")
+    + """
     row_start = Mul (row_token, num_experts)
     cell_of_row_free = Add (row_start, row_expert)
     num_pairs = Shape (cell_of_row_free)

@@ -17,11 +17,14 @@ from moe_onnx.operators._body import (
     body,
     check,
     checks,
+    count_up,
     is_not,
     is_not_float,
     is_not_int32,
     is_not_rank,
+    is_outside,
     precision,
+    with_zero_row,
 )
 from moe_onnx.spec import INDICES, Arg, Attr, Axes, Dim, OpSpec, TensorInfo
 
@@ -195,15 +198,15 @@ BODY = body(
     expert_rows = Mul (experts, capacity)
     rows_above = Greater (expert_rows, max_rows)
     num_rows = Where (rows_above, zero, expert_rows)
-    mode_below = Less (drop_pad_mode, zero)
-    mode_above = Greater (drop_pad_mode, one)
-    bad_mode = Or (mode_below, mode_above)
+    """,
+    is_outside("bad_mode", "drop_pad_mode", "zero", "two"),
+    """
     flag_below = Less (expert_tokens_count_or_cumsum_flag, zero)
     flag_above = Greater (expert_tokens_count_or_cumsum_flag, two)
     bad_flag = Or (flag_below, flag_above)
-    before_below = Less (expert_tokens_before_capacity_flag, zero)
-    before_above = Greater (expert_tokens_before_capacity_flag, one)
-    bad_before = Or (before_below, before_above)
+    """,
+    is_outside("bad_before", "expert_tokens_before_capacity_flag", "zero", "two"),
+    """
     is_padded = Equal (drop_pad_mode, one)
     not_padded = Not (is_padded)
     has_flag = Greater (expert_tokens_count_or_cumsum_flag, zero)
@@ -257,10 +260,9 @@ BODY = body(
     n = Shape (expert)
     # A stable ascending sort: ties go to the lower index.
     sorted_expert, order = TopK <largest = 0> (expert, n)
-    zero_scalar = Constant <value_int = 0> ()
-    one_scalar = Constant <value_int = 1> ()
-    n_scalar = Squeeze (n)
-    range = Range (zero_scalar, n_scalar, one_scalar)
+    """,
+    count_up("range", "n"),
+    """
     k_and_one = Concat <axis = 0> (k_or_empty, one)
     k = ReduceMax <keepdims = 1> (k_and_one)
     # Without expert_num nobody asks for counts; one bin then holds them all.
@@ -290,10 +292,9 @@ BODY = body(
             token_and_none = ScatterElements <axis = 0> (no_token, row_or_none, token_of_slot)
             token_of_row = Slice (token_and_none, zero, num_rows, zero)
             # Unfilled rows copy a row of zeros that stands behind the last token.
-            zero_shape = Concat <axis = 0> (one, hidden)
-            zero_row_f32 = ConstantOfShape (zero_shape)
-            zero_row = CastLike (zero_row_f32, x)
-            x_and_zero = Concat <axis = 0> (x, zero_row)
+    """,
+    with_zero_row("x_and_zero", "x", "x"),
+    """
             padded_2d = Gather <axis = 0> (x_and_zero, token_of_row)
             padded_shape = Concat <axis = 0> (experts, capacity, hidden)
             padded_x = Reshape <allowzero = 1> (padded_2d, padded_shape)

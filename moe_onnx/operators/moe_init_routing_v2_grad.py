@@ -21,8 +21,10 @@ from moe_onnx.operators._body import (
     is_not_float,
     is_not_int32,
     is_not_rank,
+    is_outside,
     per_precision,
     precision,
+    with_zero_row,
 )
 from moe_onnx.spec import INDICES, Arg, Attr, Axes, Dim, OpSpec, TensorInfo
 
@@ -138,9 +140,9 @@ BODY = body(
     is_not_rank("bad_grad_rank", "grad_expanded_x", "want_rank"),
     """
     bad_top_k = Less (top_k, one)
-    mode_below = Less (drop_pad_mode, zero)
-    mode_above = Greater (drop_pad_mode, one)
-    bad_mode = Or (mode_below, mode_above)
+    """,
+    is_outside("bad_mode", "drop_pad_mode", "zero", "two"),
+    """
     bad_active = Less (active_num, zero)
     is_padded = Equal (drop_pad_mode, one)
     not_padded = Not (is_padded)
@@ -175,17 +177,15 @@ BODY = body(
     index = Cast <to = 7> (expanded_row_idx)
     low = Where (is_padded, minus_one, zero)
     high = Where (is_padded, num_rows, n)
-    below = Less (index, low)
-    above = GreaterOrEqual (index, high)
-    bad_index = Or (below, above)
     """,
+    is_outside("bad_index", "index", "low", "high"),
     check("expanded_row_idx must be in range", "bad_index", before="passed", after="offset"),
     """
     # Dropped slots look up a row of zeros behind the last one: chosen, not multiplied, so that a
     # NaN stays where it is.
-    negative = Less (index, zero)
-    beyond = GreaterOrEqual (index, num_rows)
-    dropped = Or (negative, beyond)
+    """,
+    is_outside("dropped", "index", "zero", "num_rows"),
+    """
     named = Where (dropped, num_rows, index)
     checked = Add (named, offset)
     tokens = Div (n, k)
@@ -196,10 +196,9 @@ BODY = body(
     flat = Reshape <allowzero = 1> (grad_expanded_x, flat_shape)
     rows = If (is_masked) <
         then_branch = with_zero_row () => (m_rows) {
-            zero_shape = Concat <axis = 0> (one, hidden)
-            zero_row_f32 = ConstantOfShape (zero_shape)
-            zero_row = CastLike (zero_row_f32, grad_expanded_x)
-            m_rows = Concat <axis = 0> (flat, zero_row)
+    """,
+    with_zero_row("m_rows", "flat", "grad_expanded_x"),
+    """
         },
         else_branch = as_they_are () => (p_rows) { p_rows = Identity (flat) }
     >

@@ -17,13 +17,16 @@ from moe_onnx.operators._body import (
     body,
     check,
     checks,
+    count_up,
     is_not,
     is_not_float,
     is_not_int32,
     is_not_map,
     is_not_rank,
+    is_outside,
     per_precision,
     precision,
+    with_zero_row,
 )
 from moe_onnx.operators._routing_map import (
     BAD_PROBS_DTYPE,
@@ -221,9 +224,9 @@ BODY = body(
     is_not_rank("bad_probs_rank", "probs", "two"),
     """
     restore = Constant <value_ints: ints = @restore_shape> ()
-    pad_below = Less (drop_and_pad, zero)
-    pad_above = Greater (drop_and_pad, one)
-    bad_pad = Or (pad_below, pad_above)
+    """,
+    is_outside("bad_pad", "drop_and_pad", "zero", "two"),
+    """
     is_padded = Equal (drop_and_pad, one)
     not_padded = Not (is_padded)
     restore_and_none = Concat <axis = 0> (restore, minus_one)
@@ -320,17 +323,14 @@ BODY = body(
     index_given = Cast <to = 7> (sorted_indices)
     low = Sub (drop_and_pad, one)
     high = Where (is_padded, num_tokens, num_rows)
-    index_below = Less (index_given, low)
-    index_above = GreaterOrEqual (index_given, high)
-    bad_index = Or (index_below, index_above)
     """,
+    is_outside("bad_index", "index_given", "low", "high"),
     check("sorted_indices must be in range", "bad_index", before="passed", after="passed_index"),
     """
     index = Add (index_given, passed_index)
-    zero_scalar = Constant <value_int = 0> ()
-    step_scalar = Constant <value_int = 1> ()
-    n_scalar = Squeeze (n)
-    slot = Range (zero_scalar, n_scalar, step_scalar)
+    """,
+    count_up("slot", "n"),
+    """
     probs_shape = Shape (probs)
     num_cells = ReduceProd <keepdims = 1> (probs_shape)
     probs_flat = Reshape (probs, minus_one)
@@ -384,10 +384,9 @@ BODY = body(
             slot_row_2d = Reshape <allowzero = 1> (slot_row, slots_shape)
             slots_shape_1 = Concat <axis = 0> (num_tokens, k, one)
             slot_weight_3d = Reshape <allowzero = 1> (slot_weight, slots_shape_1)
-            zero_shape = Concat <axis = 0> (one, hidden)
-            zero_row_f32 = ConstantOfShape (zero_shape)
-            zero_row = CastLike (zero_row_f32, permuted_tokens)
-            rows_and_zero = Concat <axis = 0> (permuted_tokens, zero_row)
+    """,
+    with_zero_row("rows_and_zero", "permuted_tokens", "permuted_tokens"),
+    """
             slot_rows = Gather <axis = 0> (rows_and_zero, slot_row_2d)
     """,
     per_precision(("summed",), "precision", _SLOT_SUM),

@@ -18,13 +18,16 @@ from moe_onnx.operators._body import (
     body,
     check,
     checks,
+    count_up,
     is_not,
     is_not_float,
     is_not_int32,
     is_not_map,
     is_not_rank,
+    is_outside,
     per_precision,
     precision,
+    with_zero_row,
 )
 from moe_onnx.operators._routing_map import (
     BAD_PROBS_DTYPE,
@@ -380,10 +383,8 @@ BODY = body(
     is_not_rank("bad_grad_rank", "unpermuted_tokens_grad", "two"),
     is_not_rank("bad_index_rank", "out_index", "one"),
     is_not_rank("bad_token_rank", "permute_token_id", "one"),
+    is_outside("bad_pad", "drop_and_pad", "zero", "two"),
     """
-    pad_below = Less (drop_and_pad, zero)
-    pad_above = Greater (drop_and_pad, one)
-    bad_pad = Or (pad_below, pad_above)
     is_padded = Equal (drop_and_pad, one)
     not_padded = Not (is_padded)
     num_tokens = Shape <end = 1> (unpermuted_tokens_grad)
@@ -477,10 +478,8 @@ BODY = body(
     # An index is looked up only after its range was checked: Gather wraps -1 to the last row.
     index = Cast <to = 7> (out_index)
     low = Sub (drop_and_pad, one)
-    index_below = Less (index, low)
-    index_above = GreaterOrEqual (index, n)
-    bad_index = Or (index_below, index_above)
     """,
+    is_outside("bad_index", "index", "low", "n"),
     check("out_index must be in range", "bad_index", before="passed", after="passed_index"),
     """
     given_token = Cast <to = 7> (permute_token_id)
@@ -491,17 +490,16 @@ BODY = body(
     num_different_1 = Reshape (num_different, one)
     is_same = Equal (num_different_1, zero)
     is_slot_form = And (is_same, not_padded)
-    zero_scalar = Constant <value_int = 0> ()
-    one_scalar = Constant <value_int = 1> ()
-    n_scalar = Squeeze (n)
-    slot = Range (zero_scalar, n_scalar, one_scalar)
+    """,
+    count_up("slot", "n"),
+    """
     some_k = Max (k, one)
     slot_token = Div (slot, some_k)
     token = Where (is_slot_form, slot_token, given_token)
     is_named = GreaterOrEqual (index, zero)
-    token_below = Less (token, zero)
-    token_above = GreaterOrEqual (token, num_tokens)
-    token_outside = Or (token_below, token_above)
+    """,
+    is_outside("token_outside", "token", "zero", "num_tokens"),
+    """
     bad_token = And (is_named, token_outside)
     """,
     check("permute_token_id must be in range", "bad_token", before="zero", after="passed_token"),
@@ -518,10 +516,9 @@ BODY = body(
     check("out_index must name rows of permuted_tokens", "bad_slot_row", before="zero", after="passed_rows"),
     """
     row = Add (row_in_range, passed_rows)
-    zero_shape = Concat <axis = 0> (one, hidden)
-    zero_row_f32 = ConstantOfShape (zero_shape)
-    zero_row = CastLike (zero_row_f32, unpermuted_tokens_grad)
-    grad_and_zero = Concat <axis = 0> (unpermuted_tokens_grad, zero_row)
+    """,
+    with_zero_row("grad_and_zero", "unpermuted_tokens_grad", "unpermuted_tokens_grad"),
+    """
     permuted_tokens_grad, probs_grad = If (has_probs) <
         then_branch = with_probs () => (with_rows, with_probs_grad) {""",
     *_WITH_PROBS,
