@@ -108,3 +108,31 @@ class BodyCheckError(MoeOnnxError, ValueError):
     """A rule is broken that a function body checks; it cannot say by which element (561002)."""
 
     aclnn_status = ACLNN_ERR_INNER_TILING_ERROR
+
+
+class ConfigError(MoeOnnxError, ValueError):
+    """A config, optimizer or recipe has an illegal value; the message names field, value and rule."""
+
+
+class GradientError(MoeOnnxError, ValueError):
+    """A gradient cannot be had: no rule, or no differentiable path; the message names the path."""
+
+
+class BatchError(MoeOnnxError, ValueError):
+    """A batch does not fit the graph: name, shape, dtype or a token id; no state has changed."""
+
+
+class NonFiniteError(MoeOnnxError, ArithmeticError):
+    """The loss or the gradient norm is NaN or infinite; no state has changed.
+
+    Attributes:
+        metrics: What the step had computed.
+    """
+
+    def __init__(self, message: str, *, metrics: dict[str, object] | None = None) -> None:
+        super().__init__(message)
+        self.metrics = metrics or {}
+
+
+class CheckpointError(MoeOnnxError, ValueError):
+    """A checkpoint is corrupt or foreign; names file, tensor, expected and found. No state has changed."""
