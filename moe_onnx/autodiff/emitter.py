@@ -1,0 +1,165 @@
+"""``Emitter``: the one way nodes get into a graph, for builders and gradient rules alike.
+
+A thin layer over onnx-ir that closes its traps: names are unique whatever the graph holds already,
+constants of one content are one initializer, the domain of every operator is imported, numpy scalars
+are legal attributes, and an expression that is there already is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from moe_onnx.errors import ModelError
+from moe_onnx.spec import DOMAIN, VERSION
+
+Attribute = int | float | str | Sequence[int] | np.integer[Any] | np.floating[Any] | np.dtype[Any] | ir.DataType
+
+
+class Emitter:
+    """Appends nodes to a graph.
+
+    Args:
+        graph: The graph. Its nodes so far are known to the sharing of subexpressions.
+    """
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.graph = graph
+        self._scope: list[str] = []
+        self._names = {value.name for value in (*graph.inputs, *graph.initializers.values())}
+        self._node_names: set[str | None] = set()
+        self._own: set[str | None] = set()  # names given here, which may be changed
+        self._seen: dict[Any, ir.Node] = {}
+        self._constants: dict[Any, ir.Value] = {}
+        for node in graph.all_nodes():
+            self._names.update(value.name for value in node.outputs)
+            self._node_names.add(node.name)
+        for node in graph:
+            self._seen.setdefault(_key(node.domain, node.op_type, node.inputs, node.attributes), node)
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Names of what is emitted inside start with ``name``."""
+        self._scope.append(name)
+        try:
+            yield
+        finally:
+            self._scope.pop()
+
+    def op(
+        self, op_type: str, *inputs: ir.Value | None, domain: str = "", name: str = "", **attributes: Attribute
+    ) -> ir.Value:
+        """Emit a node of one output, or find the same one; attributes that are None are left out."""
+        return self.ops(op_type, *inputs, outputs=1, domain=domain, name=name, **attributes)[0]
+
+    def ops(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        outputs: int,
+        domain: str = "",
+        name: str = "",
+        **attributes: Attribute,
+    ) -> Sequence[ir.Value]:
+        """Emit a node of several outputs, or find the same one."""
+        attrs = [_attribute(key, value) for key, value in attributes.items() if value is not None]
+        key = _key(domain, op_type, inputs, {attr.name: attr for attr in attrs})
+        found = self._seen.get(key)
+        if found is not None and len(found.outputs) == outputs:
+            return found.outputs
+        node = ir.Node(domain, op_type, inputs, attrs, num_outputs=outputs)
+        base = "/".join([*self._scope, name or op_type])
+        node.name = self._fresh(base, self._node_names)
+        for i, value in enumerate(node.outputs):
+            value.name = self._fresh(node.name if outputs == 1 else f"{node.name}:{i}", self._names)
+            self._own.add(value.name)
+        if domain not in self.graph.opset_imports:
+            if domain != DOMAIN:
+                raise ModelError(f"The graph does not import the domain '{domain}' of {op_type}.")
+            self.graph.opset_imports[domain] = VERSION
+        self.graph.append(node)
+        self._seen[key] = node
+        return node.outputs
+
+    def constant(self, value: Any, dtype: ir.DataType | Any = None) -> ir.Value:
+        """A constant, one initializer for each content. Without ``dtype`` integers are int64."""
+        elem = dtype if isinstance(dtype, ir.DataType) else None
+        array = np.asarray(value, elem.numpy() if elem else dtype)
+        if dtype is None and array.dtype.kind in "iu":
+            array = array.astype(np.int64)
+        key = (array.dtype.str, array.dtype.name, array.shape, array.tobytes())
+        if key not in self._constants:
+            tensor = ir.tensor(np.ascontiguousarray(array).reshape(array.shape))
+            name = self._fresh(_constant_name(array), self._names)
+            constant = ir.Value(
+                name=name,
+                type=ir.TensorType(tensor.dtype),
+                shape=ir.Shape(list(array.shape)),
+                const_value=tensor,
+            )
+            self.graph.register_initializer(constant)
+            self._constants[key] = constant
+        return self._constants[key]
+
+    def like(self, value: float, other: ir.Value) -> ir.Value:
+        """A scalar constant in the dtype of ``other``."""
+        return self.constant(value, other.dtype)
+
+    def output(self, value: ir.Value, name: str, dtype: ir.DataType | None, shape: ir.Shape | None) -> None:
+        """Make ``value`` a graph output of this name; one that has a name to keep is copied."""
+        if value.is_graph_output() or value.producer() is None or value.name not in self._own:
+            value = self.op("Identity", value, name=name)
+            if value.is_graph_output():  # the same value is wanted under two names
+                node = ir.Node("", "Identity", [value], name=self._fresh(name, self._node_names))
+                self.graph.append(node)
+                value = node.outputs[0]
+        self._names.discard(value.name)
+        value.name = self._fresh(name, self._names)
+        value.type = None if dtype is None else ir.TensorType(dtype)
+        value.shape = shape
+        self.graph.outputs.append(value)
+
+    def _fresh(self, base: str, taken: set[str | None]) -> str:
+        name, number = base, 1
+        while name in taken:
+            number += 1
+            name = f"{base}_{number}"
+        taken.add(name)
+        return name
+
+
+def _attribute(name: str, value: Any) -> ir.Attr:
+    if isinstance(value, (bool, np.bool_)):
+        value = int(value)
+    elif isinstance(value, (ir.DataType, np.dtype)):
+        value = int(value if isinstance(value, ir.DataType) else ir.DataType.from_numpy(value))
+    elif isinstance(value, np.generic):
+        value = value.item()
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        return ir.AttrInt64s(name, [int(item) for item in value])
+    if isinstance(value, int):
+        return ir.AttrInt64(name, value)
+    if isinstance(value, float):
+        return ir.AttrFloat32(name, value)
+    return ir.AttrString(name, value)
+
+
+def _key(domain: str, op_type: str, inputs: Any, attributes: Any) -> Any:
+    attrs = []
+    for name, attr in attributes.items():
+        if attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS, ir.AttributeType.TENSOR):
+            return object()  # equal to nothing
+        attrs.append((name, attr.type, str(attr.value)))
+    return (domain, op_type, tuple(None if v is None else id(v) for v in inputs), tuple(sorted(attrs)))
+
+
+def _constant_name(array: np.ndarray[Any, Any]) -> str:
+    """Small constants are named by what they hold, which makes the text of a graph readable."""
+    if array.size > 4:
+        return f"{array.dtype.name}_constant"
+    items = "_".join(f"{item:g}" if array.dtype.kind == "f" else str(item) for item in array.ravel().tolist())
+    return f"{array.dtype.name}_{items or 'empty'}".replace("-", "m")

@@ -1,0 +1,187 @@
+"""What gradient rules write with: ``Gradients`` emits nodes and knows shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from moe_onnx.autodiff.emitter import Attribute, Emitter
+from moe_onnx.errors import GradientError
+
+
+class Gradients:
+    """The workbench of gradient rules."""
+
+    def __init__(self, emitter: Emitter, needed: set[ir.Value]) -> None:
+        self.emitter = emitter
+        self._needed = needed
+        self._splits: dict[Sizes, ir.Value] | None = None
+
+    def needs(self, value: ir.Value | None) -> bool:
+        """Whether anything that is wanted depends on this input's gradient."""
+        return value in self._needed
+
+    def op(
+        self, op_type: str, *inputs: ir.Value | None, domain: str = "", **attributes: Attribute | Any
+    ) -> ir.Value:
+        """Emit a node of one output."""
+        return self.emitter.op(op_type, *inputs, domain=domain, **attributes)
+
+    def ops(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        outputs: int,
+        domain: str = "",
+        **attributes: Attribute | Any,
+    ) -> Sequence[ir.Value]:
+        """Emit a node of several outputs."""
+        return self.emitter.ops(op_type, *inputs, outputs=outputs, domain=domain, **attributes)
+
+    def constant(self, value: Any, dtype: Any = None) -> ir.Value:
+        """A constant; integers are int64."""
+        return self.emitter.constant(value, dtype)
+
+    def like(self, value: float, other: ir.Value) -> ir.Value:
+        """A scalar in the dtype of ``other``."""
+        return self.emitter.like(value, other)
+
+    def add(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Emit ``a + b``."""
+        return self.op("Add", a, b)
+
+    def sub(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Emit ``a - b``."""
+        return self.op("Sub", a, b)
+
+    def mul(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Emit ``a * b``."""
+        return self.op("Mul", a, b)
+
+    def div(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Emit ``a / b``."""
+        return self.op("Div", a, b)
+
+    def neg(self, a: ir.Value) -> ir.Value:
+        """Emit ``-a``."""
+        return self.op("Neg", a)
+
+    def sum(self, a: ir.Value, axes: Sequence[int], *, keepdims: bool) -> ir.Value:
+        """Emit the sum over ``axes``; no axes: ``a`` itself."""
+        return self.op("ReduceSum", a, self.constant(list(axes)), keepdims=int(keepdims)) if axes else a
+
+    def shape(self, value: ir.Value) -> ir.Value:
+        """The shape of a value as an int64 tensor: a constant where it is known, else ``Shape``."""
+        dims = sizes(value)
+        if dims is not None and all(isinstance(dim, int) for dim in dims):
+            return self.constant(list(dims))
+        return self.op("Shape", value)
+
+    def rank(self, value: ir.Value) -> int:
+        """The rank of a value, which must be known.
+
+        Raises:
+            GradientError: If it is not.
+        """
+        dims = sizes(value)
+        if dims is None:
+            raise GradientError(
+                f"The rank of '{value.name}' is not known, and its gradient needs it. Give the value a "
+                "shape in the graph's value_info (sizes may be symbolic)."
+            )
+        return len(dims)
+
+    def zeros_like(self, value: ir.Value, alive: ir.Value) -> ir.Value:
+        """Zeros in the shape and dtype of ``value``.
+
+        ``alive`` is any value that no runtime can know when it loads the graph: zeros of a static
+        shape would be folded into a constant as large as a weight otherwise.
+        """
+        shape = self.op("Shape", value)
+        dims = sizes(value)
+        if dims is None or all(isinstance(dim, int) for dim in dims):
+            flat = self.op("Reshape", alive, self.constant([-1]))
+            nothing = self.op("Slice", flat, self.constant([0]), self.constant([0]), self.constant([0]))
+            none = self.op("ReduceSum", self.op("Cast", nothing, to=ir.DataType.INT64), keepdims=0)
+            shape = self.op("Add", shape, none)
+        zero = ir.tensor([0], value.dtype or ir.DataType.FLOAT)
+        return self.op("Expand", self.constant(zero.numpy()[0], value.dtype), shape)
+
+    def split_into(self, lengths: Sequence[int | str | None]) -> ir.Value | None:
+        """The lengths of an earlier Split whose parts have just these (symbolic) sizes, if there is one."""
+        if None in lengths:
+            return None
+        if self._splits is None:
+            self._splits = {}
+            for node in self.emitter.graph:
+                if node.op_type == "Split" and node.domain == "" and len(node.inputs) > 1:
+                    axis = attribute(node, "axis", 0)
+                    parts = [sizes(out) for out in node.outputs]
+                    if node.inputs[1] is not None and all(part is not None for part in parts):
+                        key = tuple(part[axis] for part in parts if part is not None)
+                        self._splits.setdefault(key, node.inputs[1])
+        return self._splits.get(tuple(lengths))
+
+    def unbroadcast(self, grad: ir.Value, value: ir.Value, stretched: ir.Value | Sizes) -> ir.Value:
+        """Sum ``grad``, which has the sizes of ``stretched``, over the axes ``value`` was stretched along.
+
+        Where the inferred shapes are equal nothing is emitted; where they cannot tell, the axes are
+        found when the graph runs.
+        """
+        small = sizes(value)
+        large = sizes(stretched) if isinstance(stretched, ir.Value) else stretched
+        if small is not None and small == large and None not in small:
+            return grad
+        if small is None or large is None:
+            self.rank(value)
+            raise GradientError(f"The rank of what '{value.name}' was broadcast to is not known.")
+        lead = len(large) - len(small)
+        grad = self.sum(grad, range(lead), keepdims=False)
+        pairs = list(zip(small, large[lead:], strict=True))
+        # A size that is known and not 1 was not stretched, nor one that is the same on both sides.
+        if all(isinstance(a, int) or (a == b and a is not None) for a, b in pairs):
+            return self.sum(grad, [i for i, (a, b) in enumerate(pairs) if a == 1 and b != 1], keepdims=True)
+        axes = self.op("NonZero", self.op("Equal", self.op("Shape", value), self.constant(1)))
+        # The sum over an axis that was 1 on both sides changes nothing.
+        axes = self.op("Reshape", axes, self.constant([-1]))
+        return self.op("ReduceSum", grad, axes, keepdims=1, noop_with_empty_axes=1)
+
+    def reshape_like(self, grad: ir.Value, value: ir.Value) -> ir.Value:
+        """``grad`` in the shape of ``value``: by a constant where at most one size is not known."""
+        dims = sizes(value)
+        if dims is not None and 0 not in dims:
+            unknown = [i for i, dim in enumerate(dims) if not isinstance(dim, int)]
+            if len(unknown) <= 1:
+                return self.op("Reshape", grad, self.constant([-1 if i in unknown else d for i, d in enumerate(dims)]))
+        return self.op("Reshape", grad, self.op("Shape", value), allowzero=1)
+
+
+Sizes = tuple[int | str | None, ...]
+
+
+def sizes(value: ir.Value) -> Sizes | None:
+    """The sizes of a value: a number, a symbol, or None each; None if the rank is not known."""
+    if value.shape is None:
+        return None
+    return tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
+
+
+def is_float(value: ir.Value) -> bool:
+    """Whether a value can carry a gradient; one of unknown type might."""
+    return value.dtype is None or value.dtype.is_floating_point()
+
+
+def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
+    """The value of an attribute, or its default."""
+    attr = node.attributes.get(name)
+    return default if attr is None else attr.value
+
+
+def constant_ints(value: ir.Value | None) -> list[int] | None:
+    """The integers of a constant input, or None where they are not known before the graph runs."""
+    if value is None:
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    return None if tensor is None else [int(item) for item in tensor.numpy().ravel()]

@@ -1,0 +1,216 @@
+"""Rules of elementwise operators. ``d`` is the gradient of the output."""
+
+from __future__ import annotations
+
+import math
+
+import onnx_ir as ir
+
+from moe_onnx.autodiff.gradients import Gradients, attribute
+from moe_onnx.autodiff.registry import register_gradient
+from moe_onnx.errors import GradientError
+
+Grads = list[ir.Value | None]
+
+
+@register_gradient("Identity")
+def identity(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``y = x``."""
+    return [d]
+
+
+@register_gradient("Cast", since=9)
+def cast(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``y = x`` in another float type: the gradient goes back to the type of x."""
+    (x,) = node.inputs
+    assert x is not None
+    return [g.op("Cast", d, to=x.dtype)]
+
+
+@register_gradient("CastLike", since=15)
+def cast_like(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """As Cast; the second input gives only its type."""
+    return [g.op("CastLike", d, node.inputs[0]), None]
+
+
+@register_gradient("Add", since=7)
+def add(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``y = a + b``."""
+    return [_undo(g, node, 0, d), _undo(g, node, 1, d)]
+
+
+@register_gradient("Sum", since=8)
+def sum_(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``y = a + b + ..``."""
+    return [_undo(g, node, i, d) for i in range(len(node.inputs))]
+
+
+@register_gradient("Sub", since=7)
+def sub(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``y = a - b``."""
+    b = _undo(g, node, 1, d)
+    return [_undo(g, node, 0, d), None if b is None else g.neg(b)]
+
+
+@register_gradient("Mul", since=7)
+def mul(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``y = a b``."""
+    a, b = node.inputs
+    assert a is not None and b is not None
+    da = _undo(g, node, 0, g.mul(d, b)) if g.needs(a) else None
+    return [da, _undo(g, node, 1, g.mul(d, a)) if g.needs(b) else None]
+
+
+@register_gradient("Div", since=7)
+def div(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``y = a / b``: ``d / b`` and ``-d y / b``."""
+    a, b = node.inputs
+    assert a is not None and b is not None
+    over = g.div(d, b)
+    da = _undo(g, node, 0, over) if g.needs(a) else None
+    return [da, g.neg(_undo(g, node, 1, g.mul(over, node.outputs[0]))) if g.needs(b) else None]
+
+
+@register_gradient("Neg", since=6)
+def neg(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``y = -x``."""
+    return [g.neg(d)]
+
+
+@register_gradient("Abs", since=6)
+def abs_(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``d sign(x)``, 0 at 0."""
+    return [g.mul(d, g.op("Sign", node.inputs[0]))]
+
+
+@register_gradient("Sqrt", since=6)
+def sqrt(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``d / (2 y)``."""
+    y = node.outputs[0]
+    return [g.div(g.mul(d, g.like(0.5, y)), y)]
+
+
+@register_gradient("Reciprocal", since=6)
+def reciprocal(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``-d y^2``."""
+    y = node.outputs[0]
+    return [g.neg(g.mul(d, g.mul(y, y)))]
+
+
+@register_gradient("Exp", since=6)
+def exp(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``d y``."""
+    return [g.mul(d, node.outputs[0])]
+
+
+@register_gradient("Log", since=6)
+def log(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``d / x``."""
+    assert node.inputs[0] is not None
+    return [g.div(d, node.inputs[0])]
+
+
+@register_gradient("Sin", since=7)
+def sin(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``d cos x``."""
+    return [g.mul(d, g.op("Cos", node.inputs[0]))]
+
+
+@register_gradient("Cos", since=7)
+def cos(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``-d sin x``."""
+    return [g.neg(g.mul(d, g.op("Sin", node.inputs[0])))]
+
+
+@register_gradient("Sigmoid", since=6)
+def sigmoid(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``d y (1 - y)``."""
+    y = node.outputs[0]
+    return [g.mul(d, g.mul(y, g.sub(g.like(1.0, y), y)))]
+
+
+@register_gradient("Tanh", since=6)
+def tanh(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``d (1 - y^2)``."""
+    y = node.outputs[0]
+    return [g.mul(d, g.sub(g.like(1.0, y), g.mul(y, y)))]
+
+
+@register_gradient("Erf", since=9)
+def erf(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``d 2/sqrt(pi) exp(-x^2)``."""
+    (x,) = node.inputs
+    assert x is not None
+    bell = g.op("Exp", g.neg(g.mul(x, x)))
+    return [g.mul(d, g.mul(bell, g.like(2 / math.sqrt(math.pi), x)))]
+
+
+@register_gradient("Softplus", since=1)
+def softplus(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``d sigmoid(x)``."""
+    return [g.mul(d, g.op("Sigmoid", node.inputs[0]))]
+
+
+@register_gradient("Relu", since=6)
+def relu(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``d`` where y > 0, else 0, also at 0 (as PyTorch); selected, so that no NaN leaks."""
+    y = node.outputs[0]
+    zero = g.like(0.0, y)
+    return [g.op("Where", g.op("Greater", y, zero), d, zero)]
+
+
+@register_gradient("Gelu", since=20)
+def gelu(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """Exact form: ``d (Phi(x) + x phi(x))``, with the normal distribution's Phi and density phi."""
+    (x,) = node.inputs
+    assert x is not None
+    if attribute(node, "approximate", "none") != "none":
+        raise GradientError("only approximate='none' has a gradient rule.")
+    half, one = g.like(0.5, x), g.like(1.0, x)
+    error = g.op("Erf", g.mul(x, g.like(math.sqrt(0.5), x)))
+    below = g.mul(half, g.add(one, error))
+    bell = g.op("Exp", g.mul(g.mul(x, x), g.like(-0.5, x)))
+    density = g.mul(bell, g.like(1 / math.sqrt(2 * math.pi), x))
+    return [g.mul(d, g.add(below, g.mul(x, density)))]
+
+
+@register_gradient("Pow", since=7)
+def pow_(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``d b a^(b-1)``, and ``d y log a``."""
+    a, b = node.inputs
+    assert a is not None and b is not None
+    power = b if b.dtype == a.dtype else g.op("CastLike", b, a)
+    da = db = None
+    if g.needs(a):
+        less = g.op("Pow", a, g.sub(power, g.like(1.0, a)))
+        da = _undo(g, node, 0, g.mul(d, g.mul(power, less)))
+    if g.needs(b):
+        db = _undo(g, node, 1, g.mul(d, g.mul(node.outputs[0], g.op("Log", a))))
+        db = db if b.dtype == a.dtype else g.op("CastLike", db, b)
+    return [da, db]
+
+
+@register_gradient("Where", since=9)
+def where(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """The gradient goes where the value came from; the other side gets exact zeros."""
+    condition, a, b = node.inputs
+    zero = g.like(0.0, node.outputs[0])
+    da = _undo(g, node, 1, g.op("Where", condition, d, zero)) if g.needs(a) else None
+    return [None, da, _undo(g, node, 2, g.op("Where", condition, zero, d)) if g.needs(b) else None]
+
+
+@register_gradient("Clip", since=11)
+def clip(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``d`` where x is within the bounds, ends included (as PyTorch), else 0."""
+    x, low, high = [*node.inputs, None, None][:3]
+    zero = g.like(0.0, node.outputs[0])
+    for bound, outside in ((low, "Less"), (high, "Greater")):
+        if bound is not None:
+            d = g.op("Where", g.op(outside, x, bound), zero, d)
+    return [d, *[None] * (len(node.inputs) - 1)]
+
+
+def _undo(g: Gradients, node: ir.Node, index: int, grad: ir.Value) -> ir.Value | None:
+    """``grad`` in the shape of an input that may have been broadcast."""
+    value = node.inputs[index]
+    return g.unbroadcast(grad, value, node.outputs[0]) if value is not None and g.needs(value) else None

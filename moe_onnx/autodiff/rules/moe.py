@@ -1,0 +1,62 @@
+"""Rules of the ``ascend.moe`` operators, in the six-input form that every route takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from moe_onnx.autodiff.gradients import Gradients, attribute, sizes
+from moe_onnx.autodiff.registry import register_gradient
+from moe_onnx.errors import GradientError
+from moe_onnx.spec import DOMAIN
+
+Grads = list[ir.Value | None]
+
+
+@register_gradient("MoeInitRoutingV2", DOMAIN)
+def init_routing(g: Gradients, node: ir.Node, d: ir.Value, *_: None) -> Grads:
+    """Each token gets the sum of the gradients of its rows: MoeInitRoutingV2Grad."""
+    _, expert_idx = node.inputs
+    assert expert_idx is not None
+    dims = sizes(expert_idx)
+    top_k = dims[1] if dims is not None and len(dims) == 2 else None
+    if not isinstance(top_k, int):
+        raise GradientError(
+            f"the second size of '{expert_idx.name}', top_k, must be known when the graph is built, as "
+            "MoeInitRoutingV2Grad has it as an attribute."
+        )
+    grad = g.op(
+        "MoeInitRoutingV2Grad",
+        d,
+        node.outputs[1],
+        domain=DOMAIN,
+        top_k=top_k,
+        drop_pad_mode=attribute(node, "drop_pad_mode", 0),
+        active_num=attribute(node, "active_num", 0),
+    )
+    return [grad, None]
+
+
+@register_gradient("MoeTokenUnpermuteWithRoutingMap", DOMAIN)
+def unpermute(g: Gradients, node: ir.Node, d: ir.Value | None, *others: ir.Value | None) -> Grads:
+    """Rows and probabilities by MoeTokenUnpermuteWithRoutingMapGrad, in the slot form."""
+    if d is None or any(other is not None for other in others):
+        raise GradientError("only 'unpermuted_tokens' has a gradient; the loss uses 'permute_probs'.")
+    rows, _, routing_map, probs = [*node.inputs, None, None][:4]
+    assert rows is not None
+    absent = g.constant(np.empty((0, 0)), rows.dtype)
+    with_probs = probs is not None and sizes(probs) != (0, 0)
+    rows_grad, probs_grad = g.ops(
+        "MoeTokenUnpermuteWithRoutingMapGrad",
+        d,
+        node.outputs[1],
+        node.outputs[2],
+        routing_map if routing_map is not None else g.constant(np.empty((0, 0)), bool),
+        rows if with_probs else absent,
+        probs if with_probs else absent,
+        domain=DOMAIN,
+        outputs=2,
+        drop_and_pad=attribute(node, "drop_and_pad", 0),
+        restore_shape=attribute(node, "restore_shape") or None,
+    )
+    return [rows_grad, None, None, probs_grad if with_probs else None][: len(node.inputs)]
