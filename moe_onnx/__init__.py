@@ -8,15 +8,26 @@ from moe_onnx.adapters.function_body import function_body
 from moe_onnx.adapters.python_ops import register_python_ops as _register_python_ops
 from moe_onnx.adapters.reference_evaluator import reference_ops
 from moe_onnx.adapters.schema import register_schemas as _register_schemas
+from moe_onnx.autodiff.differentiate import differentiate
+from moe_onnx.autodiff.registry import register_gradient
+from moe_onnx.autodiff.rules import FAMILIES as _FAMILIES
+from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
+from moe_onnx.build.optimizers import SGD, AdamW
+from moe_onnx.build.training_graph import TrainingGraph, build_training_graph
 from moe_onnx.errors import (
     AttributeValueError,
+    BatchError,
     BodyCheckError,
+    CheckpointError,
+    ConfigError,
     DtypeError,
+    GradientError,
     IndexValueError,
     LimitError,
     MissingInputError,
     ModelError,
     MoeOnnxError,
+    NonFiniteError,
     OptionError,
     RankError,
     RoutingMapError,
@@ -37,21 +48,33 @@ from moe_onnx.runtime.session import InferenceSession
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdamW",
     "AttributeValueError",
+    "BatchError",
     "BodyCheckError",
+    "CheckpointError",
+    "ConfigError",
     "DtypeError",
+    "GradientError",
     "IndexValueError",
     "InferenceSession",
     "LimitError",
     "MissingInputError",
     "ModelError",
+    "MoeLMConfig",
+    "MoeLayerConfig",
     "MoeOnnxError",
+    "NonFiniteError",
     "OptionError",
     "RankError",
     "RoutingMapError",
+    "SGD",
     "ShapeError",
+    "TrainingGraph",
     "__version__",
     "add_function_bodies",
+    "build_training_graph",
+    "differentiate",
     "function_body",
     "moe_init_routing_v2",
     "moe_init_routing_v2_grad",
@@ -59,7 +82,9 @@ __all__ = [
     "moe_token_unpermute_with_routing_map_grad",
     "reference_ops",
     "register",
+    "register_gradient",
 ]
 
+assert _FAMILIES  # importing them registers their rules
 _register_schemas()
 _register_python_ops()

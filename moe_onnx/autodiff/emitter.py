@@ -77,6 +77,7 @@ class Emitter:
         for i, value in enumerate(node.outputs):
             value.name = self._fresh(node.name if outputs == 1 else f"{node.name}:{i}", self._names)
             self._own.add(value.name)
+            value.dtype = _dtype(node, i)
         if domain not in self.graph.opset_imports:
             if domain != DOMAIN:
                 raise ModelError(f"The graph does not import the domain '{domain}' of {op_type}.")
@@ -109,6 +110,15 @@ class Emitter:
         """A scalar constant in the dtype of ``other``."""
         return self.constant(value, other.dtype)
 
+    def input(self, name: str, dtype: ir.DataType, dims: Sequence[int | str]) -> ir.Value:
+        """A new graph input."""
+        if name in self._names:
+            raise ModelError(f"The graph has a value '{name}' already.")
+        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(dims)))
+        self._names.add(name)
+        self.graph.inputs.append(value)
+        return value
+
     def output(self, value: ir.Value, name: str, dtype: ir.DataType | None, shape: ir.Shape | None) -> None:
         """Make ``value`` a graph output of this name; one that has a name to keep is copied."""
         if value.is_graph_output() or value.producer() is None or value.name not in self._own:
@@ -130,6 +140,34 @@ class Emitter:
             name = f"{base}_{number}"
         taken.add(name)
         return name
+
+
+def shaped(value: ir.Value, *dims: int | str) -> ir.Value:
+    """Give a value its shape, where onnx cannot infer it; equal names are equal sizes."""
+    value.shape = ir.Shape(list(dims))
+    return value
+
+
+_BOOLS = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Not", "Xor", "IsNaN")
+_INT64S = ("Shape", "Size", "NonZero", "ArgMax", "ArgMin")
+
+
+def _dtype(node: ir.Node, index: int) -> ir.DataType | None:
+    """The dtype of an output, as far as a line can tell; inference on the whole graph checks it."""
+    if node.domain == DOMAIN:
+        first = node.inputs[0]
+        indices = {"MoeInitRoutingV2": (1, 2, 3), "MoeTokenUnpermuteWithRoutingMap": (1, 2)}
+        if index in indices.get(node.op_type, ()):
+            return ir.DataType.INT32
+        return None if first is None else first.dtype
+    if node.op_type in _BOOLS:
+        return ir.DataType.BOOL
+    if node.op_type in _INT64S or (node.op_type == "TopK" and index == 1):
+        return ir.DataType.INT64
+    if node.op_type == "Cast":
+        return ir.DataType(node.attributes["to"].as_int())
+    like = node.inputs[1] if node.op_type in ("Where", "CastLike") else node.inputs[0] if node.inputs else None
+    return None if like is None else like.dtype
 
 
 def _attribute(name: str, value: Any) -> ir.Attr:

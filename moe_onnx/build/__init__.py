@@ -1,0 +1,1 @@
+"""Training graphs from a config: forward, losses, backward, optimizer, manifest."""

@@ -1,0 +1,198 @@
+"""What can be built: ``MoeLayerConfig`` (one layer) and ``MoeLMConfig`` (a decoder language model).
+
+Fields have the names of Hugging Face configs where those have the thing; every other name is the
+field's standard term. Values are checked when a config is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from moe_onnx.build.options import Options
+
+EXPERT_ACTIVATIONS = ("swiglu", "gelu", "relu")
+ROUTER_SCORES = ("softmax_then_top_k", "top_k_then_softmax")
+AUX_LOSSES = ("pooled", "per_layer")
+QK_NORMS = ("none", "head", "full")
+
+
+@dataclass(frozen=True)
+class _Routing(Options):
+    """The fields that a layer and a language model share."""
+
+    hidden_size: int = 64
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 128
+    expert_activation: str = "swiglu"
+    router_scores: str = "softmax_then_top_k"
+    norm_topk_prob: bool = True
+    router_aux_loss_coef: float = 0.01
+    router_aux_loss: str = "pooled"
+    router_z_loss_coef: float = 0.0
+    unroll_experts: int = 16
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        """Check every field on its own, then what goes together."""
+        self.check_int("hidden_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        self.check_int("unroll_experts", low=0)
+        if self.num_experts_per_tok > self.num_experts:
+            raise self.refuse("num_experts_per_tok", f"at most num_experts ({self.num_experts})")
+        if self.num_experts_per_tok > 512:
+            raise self.refuse("num_experts_per_tok", "at most 512 (MoeTokenUnpermuteWithRoutingMapGrad)")
+        self.check_choice("expert_activation", EXPERT_ACTIVATIONS)
+        self.check_choice("router_scores", ROUTER_SCORES)
+        self.check_choice("router_aux_loss", AUX_LOSSES)
+        self.check_bool("norm_topk_prob")
+        self.check_float("router_aux_loss_coef", "router_z_loss_coef", "initializer_range")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as plain data, with its kind under ``"kind"``; what the manifest holds."""
+        return {"kind": type(self).__name__, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The config that ``to_dict`` gave.
+
+        Raises:
+            ConfigError: If a field is unknown or its value illegal.
+        """
+        values = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items() if name != "kind"}
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class MoeLayerConfig(_Routing):
+    """One MoE layer, trained on the mean squared error of its output.
+
+    Graph inputs ``hidden_states`` and ``target``, float ``[tokens, hidden_size]``. Parameters
+    ``gate.weight`` ``[E, H]``, ``experts.gate_up_proj`` ``[E, 2F, H]`` (``experts.up_proj``
+    ``[E, F, H]`` for gelu and relu) and ``experts.down_proj`` ``[E, H, F]``.
+
+    Args:
+        hidden_size: H.
+        num_experts: E.
+        num_experts_per_tok: K, experts per token (top_k); at most E.
+        moe_intermediate_size: F, hidden size of an expert.
+        expert_activation: ``"swiglu"`` (gated, SiLU), ``"gelu"`` (exact, by erf) or ``"relu"``.
+        router_scores: ``"softmax_then_top_k"``: a softmax over all experts, then the K largest;
+            ``"top_k_then_softmax"``: a softmax over the K chosen ones. Always in float32.
+        norm_topk_prob: Whether the K weights are divided by their sum (without effect on
+            ``"top_k_then_softmax"``, whose weights sum to 1).
+        router_aux_loss_coef: Weight of the load-balancing (Switch) loss; 0 leaves it out.
+        router_aux_loss: ``"pooled"``, over the tokens of all layers together, as transformers has
+            it, or ``"per_layer"``, the mean of each layer's own loss. For one layer they are equal.
+        router_z_loss_coef: Weight of the router z-loss; 0 leaves it out.
+        unroll_experts: Up to how many experts get nodes of their own; above, one MoeGroupedMatmul
+            per product, so that the number of nodes does not grow with the experts.
+        initializer_range: Standard deviation of the initial weights.
+
+    Raises:
+        ConfigError: If a value is illegal, naming field, value and rule.
+    """
+
+
+@dataclass(frozen=True)
+class MoeLMConfig(_Routing):
+    """A decoder-only MoE language model; its fields can say Mixtral, Qwen3-MoE and OLMoE exactly.
+
+    Graph inputs ``input_ids``, ``labels`` and ``attention_mask``, int64 ``[batch, sequence]``.
+    Parameters carry the names they have in transformers (5.x).
+
+    Args:
+        vocab_size: V; token ids are in ``[0, V)``.
+        hidden_size, num_experts, num_experts_per_tok, moe_intermediate_size, expert_activation,
+            router_scores, norm_topk_prob, router_aux_loss_coef, router_aux_loss,
+            router_z_loss_coef, unroll_experts, initializer_range: as in :class:`MoeLayerConfig`.
+        num_hidden_layers: Decoder layers.
+        num_attention_heads: Query heads.
+        num_key_value_heads: Key and value heads, a divisor of the query heads; None: as many.
+        head_dim: Size of a head, even; None: ``hidden_size / num_attention_heads``.
+        intermediate_size: Hidden size of the dense layers' MLP (SwiGLU).
+        decoder_sparse_step: Layer i has experts iff ``(i + 1) % decoder_sparse_step == 0``.
+        mlp_only_layers: Layers that have a dense MLP in any case.
+        rms_norm_eps: Added to the mean square in RMSNorm.
+        rope_theta: Base of the rotary embedding.
+        attention_bias: Whether the attention projections have biases (o_proj too, as in transformers).
+        qk_norm: ``"none"``, ``"head"`` (RMSNorm of each head, Qwen3) or ``"full"`` (of the whole
+            projection, OLMoE).
+        clip_qkv: Queries, keys and values are clipped to ``[-clip_qkv, clip_qkv]``; None: not.
+        sliding_window: A query sees the last so many positions, itself among them; None: all.
+        tie_word_embeddings: Whether the output projection is the embedding.
+        ignore_index: Labels of this value are left out of the loss.
+
+    Raises:
+        ConfigError: If a value is illegal, naming field, value and rule.
+    """
+
+    vocab_size: int = 256
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int = 128
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    attention_bias: bool = False
+    qk_norm: str = "none"
+    clip_qkv: float | None = None
+    sliding_window: int | None = None
+    tie_word_embeddings: bool = False
+    ignore_index: int = -100
+
+    def __post_init__(self) -> None:
+        """Check every field on its own, then what goes together."""
+        super().__post_init__()
+        self.check_int("vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        self.check_int("decoder_sparse_step")
+        for name in ("num_key_value_heads", "head_dim", "sliding_window"):
+            if getattr(self, name) is not None:
+                self.check_int(name)
+        if self.num_attention_heads % self.kv_heads:
+            raise self.refuse(
+                "num_key_value_heads", f"a divisor of num_attention_heads ({self.num_attention_heads})"
+            )
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise self.refuse(
+                "num_attention_heads", f"a divisor of hidden_size ({self.hidden_size})", "Or give head_dim."
+            )
+        if self.head_size % 2:
+            raise self.refuse("head_dim", f"even (rotary embedding turns pairs); a head has {self.head_size}")
+        self.check_float("rms_norm_eps", "rope_theta", above=True)
+        if self.clip_qkv is not None:
+            self.check_float("clip_qkv", above=True)
+        self.check_bool("attention_bias", "tie_word_embeddings")
+        self.check_choice("qk_norm", QK_NORMS)
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
+            raise self.refuse("ignore_index", "an integer")
+        if 0 <= self.ignore_index < self.vocab_size:
+            raise self.refuse("ignore_index", f"no token id, outside [0, {self.vocab_size})")
+        object.__setattr__(self, "mlp_only_layers", tuple(self.mlp_only_layers))
+        for layer in self.mlp_only_layers:
+            if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.num_hidden_layers:
+                raise self.refuse("mlp_only_layers", f"layer numbers in [0, {self.num_hidden_layers})")
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, also where the config leaves them out."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """Size of a head, also where the config leaves it out."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by, ``1 / sqrt(head_size)``."""
+        return 1 / math.sqrt(self.head_size)
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether a layer has experts (True) or one dense MLP (False)."""
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0

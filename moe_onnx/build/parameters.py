@@ -1,0 +1,81 @@
+"""The parameters of a model: names, shapes and first values. Names are those of transformers (5.x)."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A trained tensor; ``init`` is ``"normal"`` (of standard deviation ``std``), ``"ones"``, ``"zeros"``."""
+
+    name: str
+    shape: tuple[int, ...]
+    init: str = "normal"
+    std: float = 0.0
+
+    def first_value(self, seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The value training starts from. Each name has a random stream of its own.
+
+        So a parameter starts the same whatever others a model has, and in whatever order.
+        """
+        if self.init != "normal":
+            return np.full(self.shape, 1.0 if self.init == "ones" else 0.0, np.float32)
+        rng = np.random.default_rng([seed, zlib.crc32(self.name.encode())])
+        return rng.standard_normal(self.shape, np.float32) * np.float32(self.std)
+
+
+def parameters_of(config: MoeLayerConfig | MoeLMConfig) -> list[Parameter]:
+    """All parameters of a model, in the order of its graphs' inputs."""
+    return list(_layer(config) if isinstance(config, MoeLayerConfig) else _language_model(config))
+
+
+def _layer(config: MoeLayerConfig) -> Iterator[Parameter]:
+    yield from _experts("", config)
+
+
+def _language_model(config: MoeLMConfig) -> Iterator[Parameter]:
+    std, hidden, size = config.initializer_range, config.hidden_size, config.head_size
+    heads = {"q": config.num_attention_heads, "k": config.kv_heads, "v": config.kv_heads}
+    yield Parameter("model.embed_tokens.weight", (config.vocab_size, hidden), std=std)
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        yield Parameter(f"{prefix}input_layernorm.weight", (hidden,), "ones")
+        attention = f"{prefix}self_attn."
+        for name, count in heads.items():
+            yield from _linear(f"{attention}{name}_proj", count * size, hidden, config)
+        yield from _linear(f"{attention}o_proj", hidden, heads["q"] * size, config)
+        if config.qk_norm != "none":
+            for name in ("q", "k"):
+                length = size if config.qk_norm == "head" else heads[name] * size
+                yield Parameter(f"{attention}{name}_norm.weight", (length,), "ones")
+        yield Parameter(f"{prefix}post_attention_layernorm.weight", (hidden,), "ones")
+        if config.is_moe_layer(layer):
+            yield from _experts(f"{prefix}mlp.", config)
+        else:
+            for name in ("gate", "up"):
+                yield Parameter(f"{prefix}mlp.{name}_proj.weight", (config.intermediate_size, hidden), std=std)
+            yield Parameter(f"{prefix}mlp.down_proj.weight", (hidden, config.intermediate_size), std=std)
+    yield Parameter("model.norm.weight", (hidden,), "ones")
+    if not config.tie_word_embeddings:
+        yield Parameter("lm_head.weight", (config.vocab_size, hidden), std=std)
+
+
+def _linear(name: str, rows: int, columns: int, config: MoeLMConfig) -> Sequence[Parameter]:
+    weight = Parameter(f"{name}.weight", (rows, columns), std=config.initializer_range)
+    return [weight, Parameter(f"{name}.bias", (rows,), "zeros")] if config.attention_bias else [weight]
+
+
+def _experts(prefix: str, config: MoeLayerConfig | MoeLMConfig) -> Iterator[Parameter]:
+    std, hidden, inner = config.initializer_range, config.hidden_size, config.moe_intermediate_size
+    yield Parameter(f"{prefix}gate.weight", (config.num_experts, hidden), std=std)
+    first, rows = ("gate_up_proj", 2 * inner) if config.expert_activation == "swiglu" else ("up_proj", inner)
+    yield Parameter(f"{prefix}experts.{first}", (config.num_experts, rows, hidden), std=std)
+    yield Parameter(f"{prefix}experts.down_proj", (config.num_experts, hidden, inner), std=std)

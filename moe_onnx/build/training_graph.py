@@ -1,0 +1,317 @@
+"""``build_training_graph``: from a config to the models that train it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from moe_onnx.autodiff.emitter import Emitter
+from moe_onnx.autodiff.graphs import infer, to_model
+from moe_onnx.autodiff.reverse import add_gradients
+from moe_onnx.build import manifest as manifests
+from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
+from moe_onnx.build.forward import Forward, batch_inputs, forward
+from moe_onnx.build.manifest import GraphInfo, Manifest, ParameterInfo, StateInfo
+from moe_onnx.build.optimizers import AdamW, Optimizer, state_names
+from moe_onnx.build.parameters import Parameter, parameters_of
+from moe_onnx.build.update import Scalars, clip_factor, global_norm, update
+from moe_onnx.errors import ConfigError, ModelError
+from moe_onnx.spec import DOMAIN, VERSION
+
+ASSEMBLIES = ("step", "grad", "apply", "eval", "forward")
+# What the oldest supported onnxruntime loads, whatever the installed onnx would write.
+OPSET, IR_VERSION = 21, 10
+
+Config = MoeLayerConfig | MoeLMConfig
+
+
+@dataclass(frozen=True)
+class TrainingGraph:
+    """The models that train a config, and the manifest that says what their tensors are for.
+
+    Args:
+        models: By assembly: ``"step"``, ``"grad"``, ``"apply"``, ``"eval"``, ``"forward"``.
+        manifest: Config, optimizer, parameters, inputs and outputs.
+    """
+
+    models: Mapping[str, onnx.ModelProto]
+    manifest: Manifest
+
+    @property
+    def model(self) -> onnx.ModelProto:
+        """The first model that was asked for."""
+        return next(iter(self.models.values()))
+
+    def init_parameters(self, seed: int = 0) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+        """First values of all parameters, float32, by name.
+
+        Weights are normal with the config's ``initializer_range``, norms 1, biases 0. Each parameter
+        draws from a stream of its own, made from the seed and its name.
+        """
+        return {
+            info.name: Parameter(info.name, info.shape, **info.init).first_value(seed)
+            for info in self.manifest.parameters
+        }
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write ``<assembly>.onnx`` for each model, and ``manifest.json``; give the folder.
+
+        Files are written beside their places and moved there when they are whole.
+        """
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
+        try:
+            for name, model in self.models.items():
+                (beside / f"{name}.onnx").write_bytes(model.SerializeToString())
+            (beside / "manifest.json").write_text(self.manifest.to_json(), "utf-8")
+            for path in sorted(beside.iterdir(), key=lambda path: path.name == "manifest.json"):
+                os.replace(path, target / path.name)
+        finally:
+            shutil.rmtree(beside)
+        return target
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> TrainingGraph:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ModelError: If a file is missing or no model, or the manifest is not this package's.
+        """
+        source = Path(folder)
+        models = {}
+        manifest = Manifest.from_json(_read(source / "manifest.json"))
+        for name in manifest.graphs:
+            path = source / f"{name}.onnx"
+            try:
+                models[name] = onnx.load_model_from_string(_read(path))
+            except ModelError:
+                raise
+            except Exception as error:
+                raise ModelError(f"{path}: this is no ONNX model ({error}).") from error
+        return cls(models, manifest)
+
+
+def build_training_graph(
+    config: Config, *, assembly: str = "step", optimizer: Optimizer | None = None
+) -> TrainingGraph:
+    """Build the graphs that train a model, with their manifest.
+
+    Parameters and optimizer state are graph inputs and outputs, never initializers, so a graph is
+    small however large its model. Batch and sequence sizes are free. All graphs are opset 21, carry
+    the function bodies of the ``ascend.moe`` operators they use, and run in plain onnxruntime.
+
+    Args:
+        config: A :class:`MoeLMConfig` or :class:`MoeLayerConfig`.
+        assembly: Which graphs, joined by ``+``:
+
+            - ``step``: batch, parameters, state, lr, step -> metrics, updated parameters and state.
+            - ``grad``: batch, parameters -> metrics, gradients and their global norm.
+            - ``apply``: parameters, gradients, state, lr, step, grad_norm -> updated parameters and
+              state; elementwise, so that outputs may be bound to the memory of their inputs.
+            - ``eval``: batch, parameters -> metrics.
+            - ``forward``: batch without labels, parameters -> logits, or a layer's output.
+        optimizer: :class:`AdamW` (the default) or :class:`SGD`.
+
+    Returns:
+        A :class:`TrainingGraph`.
+
+    Raises:
+        ConfigError: If an assembly is unknown or named twice, or an argument of another type.
+    """
+    if not isinstance(config, (MoeLayerConfig, MoeLMConfig)):
+        raise ConfigError(
+            f"build_training_graph: config must be a MoeLMConfig or MoeLayerConfig, got {type(config).__name__}."
+        )
+    optimizer = AdamW() if optimizer is None else optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"build_training_graph: optimizer must be an AdamW or SGD, got {type(optimizer).__name__}."
+        )
+    names = assembly.split("+") if isinstance(assembly, str) else [repr(assembly)]
+    for name in names:
+        if name not in ASSEMBLIES or names.count(name) > 1:
+            raise ConfigError(
+                f"build_training_graph: assembly must be some of {', '.join(ASSEMBLIES)}, joined by '+', "
+                f"each once, got {assembly!r}."
+            )
+    params = parameters_of(config)
+    drafts = {name: _Draft(name, config, optimizer, params) for name in names}
+    manifest = _manifest(config, optimizer, params, {name: d.info() for name, d in drafts.items()})
+    models = {}
+    for name, draft in drafts.items():
+        model = draft.model()
+        onnx.helper.set_model_props(model, {manifests.METADATA_KEY: manifest.to_json()})
+        models[name] = model
+    return TrainingGraph(models, manifest)
+
+
+class _Draft:
+    """One graph in the making; every input and output with its role."""
+
+    def __init__(self, name: str, config: Config, optimizer: Optimizer, params: list[Parameter]) -> None:
+        imports = {"": OPSET, DOMAIN: VERSION}
+        graph = ir.Graph([], [], nodes=[], opset_imports=imports, name=name)
+        self.ir_model = ir.Model(graph, ir_version=IR_VERSION, producer_name="moe_onnx")
+        self.e = Emitter(graph)
+        self.config, self.optimizer, self.params = config, optimizer, params
+        self.inputs: list[manifests.TensorInfo] = []
+        self.outputs: list[manifests.TensorInfo] = []
+        self.values: dict[str, ir.Value] = {}
+        getattr(self, f"_{name}")()
+
+    def info(self) -> GraphInfo:
+        return GraphInfo(tuple(self.inputs), tuple(self.outputs))
+
+    def model(self) -> onnx.ModelProto:
+        return to_model(self.ir_model)
+
+    def _grad(self) -> None:
+        done = self._losses()
+        gradients = self._gradients(done)
+        with self.e.scope("grad_norm"):
+            norm = global_norm(self.e, gradients)
+        self._metrics(done)
+        self._output(norm, "grad_norm", "float32", (), "metric")
+        for param, gradient in zip(self.params, gradients, strict=True):
+            self._output(gradient, _gradient(param), "float32", param.shape, "gradient")
+
+    def _apply(self) -> None:
+        for param in self.params:
+            self._input(param.name, "float32", param.shape, "parameter")
+        for param in self.params:
+            self._input(_gradient(param), "float32", param.shape, "gradient")
+        self._state_inputs()
+        norm = self._input("grad_norm", "float32", (), "hyperparameter")
+        self._updates([self.values[_gradient(param)] for param in self.params], norm)
+
+    def _step(self) -> None:
+        done = self._losses()
+        self._state_inputs()
+        gradients = self._gradients(done)
+        with self.e.scope("grad_norm"):
+            norm = global_norm(self.e, gradients)
+        self._metrics(done)
+        self._output(norm, "grad_norm", "float32", (), "metric")
+        self._updates(gradients, norm)
+
+    def _eval(self) -> None:
+        self._metrics(self._losses())
+
+    def _forward(self) -> None:
+        done = self._model_part(losses=False)
+        role = "logits" if done.output_name == "logits" else "output"
+        self._output(done.output, done.output_name, "float32", done.output_shape, role)
+
+    def _losses(self) -> Forward:
+        return self._model_part(losses=True)
+
+    def _model_part(self, *, losses: bool) -> Forward:
+        batch = {
+            name: self._input(name, dtype, shape, "batch")
+            for name, (dtype, shape) in batch_inputs(self.config, losses=losses).items()
+        }
+        params = {p.name: self._input(p.name, "float32", p.shape, "parameter") for p in self.params}
+        done = forward(self.e, self.config, batch, params, losses=losses)
+        infer(self.ir_model)
+        return done
+
+    def _gradients(self, done: Forward) -> list[ir.Value]:
+        assert done.loss is not None
+        return add_gradients(self.e, done.loss, [self.values[param.name] for param in self.params])
+
+    def _state_inputs(self) -> None:
+        for param in self.params:
+            for state in state_names(self.optimizer):
+                self._input(f"{param.name}.{state}", "float32", param.shape, "state")
+        self._input("lr", "float32", (), "hyperparameter")
+        self._input("step", "int64", (), "hyperparameter")
+
+    def _updates(self, gradients: list[ir.Value], norm: ir.Value) -> None:
+        with self.e.scope("update"):
+            clip = clip_factor(self.e, norm, self.optimizer)
+            scalars = Scalars(self.values["lr"], clip, self.values["step"])
+        updated: list[tuple[ir.Value, str, tuple[int, ...], str]] = []
+        names = state_names(self.optimizer)
+        for param, gradient in zip(self.params, gradients, strict=True):
+            states = {name: self.values[f"{param.name}.{name}"] for name in names}
+            decays = self.optimizer.decays(param.name)
+            with self.e.scope("update"), self.e.scope(param.name):
+                value, states = update(
+                    self.e, self.optimizer, scalars, self.values[param.name], gradient, states, decays
+                )
+            updated.append((value, _updated(param), param.shape, "parameter"))
+            updated += [(states[n], f"{param.name}.{n}.updated", param.shape, "state") for n in names]
+        for value, name, shape, role in updated:
+            self._output(value, name, "float32", shape, role)
+
+    def _metrics(self, done: Forward) -> None:
+        for name, (value, dtype, shape) in done.metrics.items():
+            self._output(value, name, dtype, shape, "metric")
+
+    def _input(self, name: str, dtype: str, shape: tuple[int | str, ...], role: str) -> ir.Value:
+        value = self.e.input(name, ir.DataType.from_numpy(np.dtype(dtype)), shape)
+        self.inputs.append(manifests.TensorInfo(name, dtype, shape, role))
+        self.values[name] = value
+        return value
+
+    def _output(
+        self, value: ir.Value, name: str, dtype: str, shape: tuple[int | str, ...], role: str
+    ) -> None:
+        self.e.output(value, name, ir.DataType.from_numpy(np.dtype(dtype)), ir.Shape(list(shape)))
+        self.outputs.append(manifests.TensorInfo(name, dtype, shape, role))
+
+
+def _manifest(
+    config: Config, optimizer: Optimizer, params: list[Parameter], graphs: dict[str, GraphInfo]
+) -> Manifest:
+    import moe_onnx  # the package is whole by the time this runs
+
+    return Manifest(
+        config=config.to_dict(),
+        optimizer=optimizer.to_dict(),
+        parameters=tuple(
+            ParameterInfo(
+                name=param.name,
+                dtype="float32",
+                shape=param.shape,
+                init={"init": param.init, "std": param.std},
+                weight_decay=optimizer.decays(param.name),
+                gradient=_gradient(param),
+                updated=_updated(param),
+                state={
+                    name: StateInfo(f"{param.name}.{name}", f"{param.name}.{name}.updated")
+                    for name in state_names(optimizer)
+                },
+            )
+            for param in params
+        ),
+        graphs=graphs,
+        versions={"moe_onnx": moe_onnx.__version__},
+        opset={"": OPSET, DOMAIN: VERSION},
+        ir_version=IR_VERSION,
+    )
+
+
+def _gradient(param: Parameter) -> str:
+    return f"{param.name}.grad"
+
+
+def _updated(param: Parameter) -> str:
+    return f"{param.name}.updated"
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror}). Is this a saved training graph?") from error

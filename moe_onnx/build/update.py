@@ -1,0 +1,109 @@
+"""The optimizers as graph nodes, elementwise but for scalars made once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from moe_onnx.autodiff.emitter import Emitter
+from moe_onnx.build.optimizers import SGD, AdamW, Optimizer
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """What all parameters share: the learning rate, the clipping factor (or None), the step."""
+
+    lr: ir.Value
+    clip: ir.Value | None
+    step: ir.Value
+
+
+def global_norm(e: Emitter, gradients: list[ir.Value]) -> ir.Value:
+    """The L2 norm over all gradients together."""
+    squares = [e.op("ReduceSumSquare", gradient, keepdims=0) for gradient in gradients]
+    return e.op("Sqrt", e.op("Sum", *squares) if len(squares) > 1 else squares[0])
+
+
+def clip_factor(e: Emitter, norm: ir.Value, optimizer: Optimizer) -> ir.Value | None:
+    """``min(1, max_grad_norm / (norm + 1e-6))``, as PyTorch's ``clip_grad_norm_``."""
+    if optimizer.max_grad_norm is None:
+        return None
+    limit, one = e.constant(np.float32(optimizer.max_grad_norm)), e.constant(np.float32(1))
+    return e.op("Min", one, e.op("Div", limit, e.op("Add", norm, e.constant(np.float32(1e-6)))))
+
+
+def update(
+    e: Emitter,
+    optimizer: Optimizer,
+    scalars: Scalars,
+    parameter: ir.Value,
+    gradient: ir.Value,
+    states: dict[str, ir.Value],
+    decays: bool,
+) -> tuple[ir.Value, dict[str, ir.Value]]:
+    """The updated parameter and states."""
+    if isinstance(optimizer, SGD):
+        return _sgd(e, optimizer, scalars, parameter, gradient, states, decays)
+    return _adamw(e, optimizer, scalars, parameter, gradient, states, decays)
+
+
+def _adamw(
+    e: Emitter,
+    optimizer: AdamW,
+    scalars: Scalars,
+    parameter: ir.Value,
+    gradient: ir.Value,
+    states: dict[str, ir.Value],
+    decays: bool,
+) -> tuple[ir.Value, dict[str, ir.Value]]:
+    beta1, beta2 = optimizer.beta1, optimizer.beta2
+    # Powers of the betas cancel against 1: they are taken in double precision.
+    step = e.op("Cast", scalars.step, to=ir.DataType.DOUBLE)
+    one = e.constant(1.0, np.float64)
+    left1 = e.op("Sub", one, e.op("Pow", e.constant(beta1, np.float64), step))
+    root2 = e.op("Sqrt", e.op("Sub", one, e.op("Pow", e.constant(beta2, np.float64), step)))
+    lr = e.op("Cast", scalars.lr, to=ir.DataType.DOUBLE)
+    # m / left1 / (sqrt(v) / root2 + eps) = m (root2 / left1) / (sqrt(v) + eps root2): a pass less.
+    rate = e.op("Cast", e.op("Div", e.op("Mul", lr, root2), left1), to=ir.DataType.FLOAT)
+    eps = e.op("Cast", e.op("Mul", e.constant(optimizer.eps, np.float64), root2), to=ir.DataType.FLOAT)
+    weight1: ir.Value = e.constant(np.float32(1 - beta1))
+    weight2: ir.Value = e.constant(np.float32(1 - beta2))
+    if scalars.clip is not None:  # clipping costs nothing where the gradient is weighed anyway
+        weight1 = e.op("Mul", weight1, scalars.clip)
+        weight2 = e.op("Mul", weight2, e.op("Mul", scalars.clip, scalars.clip))
+    old_m = e.op("Mul", states["exp_avg"], e.constant(np.float32(beta1)))
+    m = e.op("Add", old_m, e.op("Mul", gradient, weight1))
+    old_v = e.op("Mul", states["exp_avg_sq"], e.constant(np.float32(beta2)))
+    v = e.op("Add", old_v, e.op("Mul", e.op("Mul", gradient, gradient), weight2))
+    change = e.op("Div", e.op("Mul", m, rate), e.op("Add", e.op("Sqrt", v), eps))
+    if decays:
+        decay = e.constant(np.float32(optimizer.weight_decay))
+        kept = e.op("Sub", e.constant(np.float32(1)), e.op("Mul", scalars.lr, decay))
+        parameter = e.op("Mul", parameter, kept)
+    return e.op("Sub", parameter, change), {"exp_avg": m, "exp_avg_sq": v}
+
+
+def _sgd(
+    e: Emitter,
+    optimizer: SGD,
+    scalars: Scalars,
+    parameter: ir.Value,
+    gradient: ir.Value,
+    states: dict[str, ir.Value],
+    decays: bool,
+) -> tuple[ir.Value, dict[str, ir.Value]]:
+    if scalars.clip is not None:
+        gradient = e.op("Mul", gradient, scalars.clip)
+    if decays:
+        decay = e.op("Mul", parameter, e.constant(np.float32(optimizer.weight_decay)))
+        gradient = e.op("Add", gradient, decay)
+    done: dict[str, ir.Value] = {}
+    if optimizer.momentum:
+        # The buffer starts at 0, which makes it the gradient at the first step, as in PyTorch.
+        momentum = e.constant(np.float32(optimizer.momentum))
+        buffer = e.op("Add", e.op("Mul", states["momentum_buffer"], momentum), gradient)
+        done["momentum_buffer"] = buffer
+        gradient = e.op("Add", gradient, e.op("Mul", buffer, momentum)) if optimizer.nesterov else buffer
+    return e.op("Sub", parameter, e.op("Mul", gradient, scalars.lr)), done
