@@ -60,3 +60,18 @@ def unpermute(g: Gradients, node: ir.Node, d: ir.Value | None, *others: ir.Value
         restore_shape=attribute(node, "restore_shape") or None,
     )
     return [rows_grad, None, None, probs_grad if with_probs else None][: len(node.inputs)]
+
+
+@register_gradient("MoeGroupedMatmul", DOMAIN)
+def grouped_matmul(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """The product with the other orientation of the weights, and MoeGroupedMatmulWeightGrad."""
+    x, weight, group_sizes = node.inputs
+    transpose = attribute(node, "transpose_weight", 0)
+    dx = dw = None
+    if g.needs(x):
+        other = 1 - transpose
+        dx = g.op("MoeGroupedMatmul", d, weight, group_sizes, domain=DOMAIN, transpose_weight=other)
+    if g.needs(weight):
+        name = "MoeGroupedMatmulWeightGrad"
+        dw = g.op(name, x, d, group_sizes, domain=DOMAIN, transpose_weight=transpose)
+    return [dx, dw, None]
