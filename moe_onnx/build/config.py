@@ -61,7 +61,9 @@ class _Routing(Options):
         Raises:
             ConfigError: If a field is unknown or its value illegal.
         """
-        values = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items() if name != "kind"}
+        values: dict[str, Any] = {
+            n: tuple(v) if isinstance(v, list) else v for n, v in data.items() if n != "kind"
+        }
         return cls(**values)
 
 
@@ -175,7 +177,11 @@ class MoeLMConfig(_Routing):
             raise self.refuse("ignore_index", f"no token id, outside [0, {self.vocab_size})")
         object.__setattr__(self, "mlp_only_layers", tuple(self.mlp_only_layers))
         for layer in self.mlp_only_layers:
-            if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.num_hidden_layers:
+            if (
+                isinstance(layer, bool)
+                or not isinstance(layer, int)
+                or not 0 <= layer < self.num_hidden_layers
+            ):
                 raise self.refuse("mlp_only_layers", f"layer numbers in [0, {self.num_hidden_layers})")
 
     @property

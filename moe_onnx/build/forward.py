@@ -37,9 +37,9 @@ def batch_inputs(config: MoeLayerConfig | MoeLMConfig, *, losses: bool) -> dict[
     """Names, dtypes and shapes of a batch; without losses there are no labels or targets."""
     if isinstance(config, MoeLayerConfig):
         names = ["hidden_states", *(["target"] if losses else [])]
-        return {name: ("float32", ("tokens", config.hidden_size)) for name in names}
+        return dict.fromkeys(names, ("float32", ("tokens", config.hidden_size)))
     names = ["input_ids", *(["labels"] if losses else []), "attention_mask"]
-    return {name: ("int64", ("batch", "sequence")) for name in names}
+    return dict.fromkeys(names, ("int64", ("batch", "sequence")))
 
 
 def forward(
@@ -51,8 +51,9 @@ def forward(
     losses: bool,
 ) -> Forward:
     """Emit the forward graph of a model."""
-    build = _layer if isinstance(config, MoeLayerConfig) else _language_model
-    return build(e, config, batch, params, losses)  # type: ignore[operator]
+    if isinstance(config, MoeLayerConfig):
+        return _layer(e, config, batch, params, losses)
+    return _language_model(e, config, batch, params, losses)
 
 
 def _layer(
@@ -128,7 +129,15 @@ def _total(
     metrics = {main[0]: main[1]}
     loads = [tokens_per_expert(e, routing, mask) for routing in routings]
     if routings and config.router_aux_loss_coef:
-        aux = load_balancing_loss(e, routings, loads, mask, num_tokens, config.router_aux_loss)
+        aux = load_balancing_loss(
+            e,
+            routings,
+            loads,
+            mask,
+            num_tokens,
+            num_experts=config.num_experts,
+            kind=config.router_aux_loss,
+        )
         metrics["aux_loss"] = aux
         terms.append((config.router_aux_loss_coef, aux))
     if routings and config.router_z_loss_coef:

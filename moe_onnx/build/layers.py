@@ -64,9 +64,7 @@ def positions(e: Emitter, input_ids: ir.Value, attention_mask: ir.Value, config:
     half = config.head_size // 2
     frequency = config.rope_theta ** -(np.arange(half, dtype=np.float64) / half)
     column = e.op("Unsqueeze", position, e.constant([1, 2]))
-    angle = e.op(
-        "Mul", e.op("Cast", column, to=ir.DataType.FLOAT), e.constant(frequency.astype(np.float32))
-    )
+    angle = e.op("Mul", e.op("Cast", column, to=ir.DataType.FLOAT), e.constant(frequency.astype(np.float32)))
     row = e.op("Unsqueeze", position, e.constant([0]))
     behind = e.op("Sub", e.op("Unsqueeze", position, e.constant([1])), row)  # query - key
     visible = e.op("GreaterOrEqual", behind, zero)
@@ -128,12 +126,10 @@ def _rotate(e: Emitter, x: ir.Value, where: Positions) -> ir.Value:
     return e.op("Concat", turned_first, turned_second, axis=-1)
 
 
-def _reshape(
-    e: Emitter, x: ir.Value, where: Positions, *dims: int | str, group: int = 1
-) -> ir.Value:
+def _reshape(e: Emitter, x: ir.Value, where: Positions, *dims: int | str, group: int = 1) -> ir.Value:
     """Reshape to sizes of which some are only known when the graph runs."""
     sizes = {"batch": where.batch, "sequence": where.sequence}
     if "group_rows" in dims:
         sizes["group_rows"] = e.op("Mul", where.sequence, e.constant([group]))
-    shape = e.op("Concat", *(sizes.get(str(dim), None) or e.constant([dim]) for dim in dims), axis=0)
+    shape = e.op("Concat", *(sizes.get(str(dim)) or e.constant([dim]) for dim in dims), axis=0)
     return shaped(e.op("Reshape", x, shape, allowzero=1), *dims)

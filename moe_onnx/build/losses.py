@@ -25,7 +25,13 @@ def cross_entropy(
     last = e.op("Concat", e.op("Shape", labels, end=1), one, axis=0)
     following = e.op("Slice", labels, one, e.constant([np.iinfo(np.int64).max]), one)
     # An empty sequence has no position to fill up.
-    some = e.op("Slice", e.op("Expand", e.constant(ignore_index), last), e.constant([0]), e.op("Shape", labels, start=1), one)
+    some = e.op(
+        "Slice",
+        e.op("Expand", e.constant(ignore_index), last),
+        e.constant([0]),
+        e.op("Shape", labels, start=1),
+        one,
+    )
     target = e.op("Concat", following, some, axis=1)
     mask = e.op("Cast", attention_mask, to=ir.DataType.BOOL)
     real_next = e.op("Slice", mask, one, e.constant([np.iinfo(np.int64).max]), one)
@@ -62,6 +68,8 @@ def load_balancing_loss(
     loads: Sequence[ir.Value],
     mask: ir.Value | None,
     num_tokens: ir.Value,
+    *,
+    num_experts: int,
     kind: str,
 ) -> ir.Value:
     """The auxiliary loss of the Switch Transformer for K choices a token, unweighted.
@@ -79,7 +87,7 @@ def load_balancing_loss(
         sums.append(e.op("ReduceSum", probs, e.constant([0]), keepdims=0))
     counts = [e.op("Cast", load, to=ir.DataType.FLOAT) for load in loads]
     n = _at_least_one(e, num_tokens)
-    layers, experts = len(routings), _experts(routings[0])
+    layers = len(routings)
     if kind == "pooled":
         n = e.op("Mul", n, e.like(layers, n))
         counts, sums = [_sum(e, counts)], [_sum(e, sums)]
@@ -87,7 +95,7 @@ def load_balancing_loss(
     for count, total in zip(counts, sums, strict=True):
         product = e.op("Mul", e.op("Div", count, n), e.op("Div", total, n))
         losses.append(e.op("ReduceSum", product, keepdims=0))
-    return e.op("Mul", _sum(e, losses), e.constant(np.float32(experts / len(losses))))
+    return e.op("Mul", _sum(e, losses), e.constant(np.float32(num_experts / len(losses))))
 
 
 def router_z_loss(
@@ -115,8 +123,3 @@ def _sum(e: Emitter, values: Sequence[ir.Value]) -> ir.Value:
 
 def _at_least_one(e: Emitter, count: ir.Value) -> ir.Value:
     return e.op("Cast", e.op("Max", count, e.constant(1)), to=ir.DataType.FLOAT)
-
-
-def _experts(routing: Routing) -> int:
-    assert routing.weights.shape is not None
-    return int(routing.weights.shape[1])

@@ -122,6 +122,10 @@ def _first(config: MoeLayerConfig | MoeLMConfig) -> str:
     return "gate_up_proj" if config.expert_activation == "swiglu" else "up_proj"
 
 
+def _up_rows(config: MoeLayerConfig | MoeLMConfig) -> int:
+    return config.moe_intermediate_size * (2 if config.expert_activation == "swiglu" else 1)
+
+
 def _unrolled_experts(
     e: Emitter,
     rows: ir.Value,
@@ -137,8 +141,7 @@ def _unrolled_experts(
     else:
         lengths = e.op("Cast", counts, to=ir.DataType.INT64)
         parts = list(e.ops("Split", rows, lengths, outputs=experts, axis=0))
-    wide = inner * (2 if config.expert_activation == "swiglu" else 1)
-    up = _matrices(e, params[f"{prefix}{_first(config)}"], experts, wide, config.hidden_size)
+    up = _matrices(e, params[f"{prefix}{_first(config)}"], experts, _up_rows(config), config.hidden_size)
     down = _matrices(e, params[f"{prefix}down_proj"], experts, config.hidden_size, inner)
     done = []
     for expert in range(experts):
@@ -150,7 +153,9 @@ def _unrolled_experts(
 
 def _matrices(e: Emitter, stacked: ir.Value, experts: int, rows: int, columns: int) -> list[ir.Value]:
     """The weights of each expert as a matrix."""
-    parts = e.ops("Split", stacked, outputs=experts, axis=0, num_outputs=experts) if experts > 1 else [stacked]
+    parts = (
+        e.ops("Split", stacked, outputs=experts, axis=0, num_outputs=experts) if experts > 1 else [stacked]
+    )
     return [e.op("Reshape", part, e.constant([rows, columns])) for part in parts]
 
 
@@ -163,12 +168,7 @@ def _grouped_experts(
     config: MoeLayerConfig | MoeLMConfig,
 ) -> ir.Value:
     """One node a product, however many experts there are."""
-    for name in (_first(config), "down_proj"):
-        weight = params[f"{prefix}{name}"]
-        rows = e.op(
-            "MoeGroupedMatmul", rows, weight, counts, domain=DOMAIN, name=name, transpose_weight=1
-        )
-        shaped(rows, "rows", weight.shape[1] if weight.shape is not None else 0)
-        if name != "down_proj":
-            rows = _activation(e, rows, config)
-    return rows
+    up, down = params[f"{prefix}{_first(config)}"], params[f"{prefix}down_proj"]
+    hidden = e.op("MoeGroupedMatmul", rows, up, counts, domain=DOMAIN, name="up", transpose_weight=1)
+    hidden = _activation(e, shaped(hidden, "rows", _up_rows(config)), config)
+    return e.op("MoeGroupedMatmul", hidden, down, counts, domain=DOMAIN, name="down", transpose_weight=1)

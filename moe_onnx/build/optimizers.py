@@ -120,7 +120,9 @@ def state_names(optimizer: Optimizer) -> tuple[str, ...]:
 def optimizer_from_dict(data: Mapping[str, Any]) -> Optimizer:
     """The optimizer that ``to_dict`` gave."""
     kinds: dict[str, type[Optimizer]] = {"AdamW": AdamW, "SGD": SGD}
-    values = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items() if name != "kind"}
+    values: dict[str, Any] = {
+        n: tuple(v) if isinstance(v, list) else v for n, v in data.items() if n != "kind"
+    }
     if data.get("kind") not in kinds:
         raise ConfigError(f"optimizer: 'kind' must be one of {', '.join(kinds)}, got {data.get('kind')!r}.")
     return kinds[data["kind"]](**values)

@@ -45,7 +45,13 @@ class Options:
         for name in names:
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < low or value > high or (above and value == low) or (below and value == high):
+            if (
+                not number
+                or value < low
+                or value > high
+                or (above and value == low)
+                or (below and value == high)
+            ):
                 left, right = "(" if above else "[", ")" if below or high == math.inf else "]"
                 raise self.refuse(name, f"a finite number in {left}{low:g}, {high:g}{right}")
 

@@ -61,7 +61,9 @@ def _language_model(config: MoeLMConfig) -> Iterator[Parameter]:
             yield from _experts(f"{prefix}mlp.", config)
         else:
             for name in ("gate", "up"):
-                yield Parameter(f"{prefix}mlp.{name}_proj.weight", (config.intermediate_size, hidden), std=std)
+                yield Parameter(
+                    f"{prefix}mlp.{name}_proj.weight", (config.intermediate_size, hidden), std=std
+                )
             yield Parameter(f"{prefix}mlp.down_proj.weight", (hidden, config.intermediate_size), std=std)
     yield Parameter("model.norm.weight", (hidden,), "ones")
     if not config.tie_word_embeddings:

@@ -130,7 +130,8 @@ def build_training_graph(
     """
     if not isinstance(config, (MoeLayerConfig, MoeLMConfig)):
         raise ConfigError(
-            f"build_training_graph: config must be a MoeLMConfig or MoeLayerConfig, got {type(config).__name__}."
+            "build_training_graph: config must be a MoeLMConfig or MoeLayerConfig, "
+            f"got {type(config).__name__}."
         )
     optimizer = AdamW() if optimizer is None else optimizer
     if not isinstance(optimizer, Optimizer):
@@ -314,4 +315,6 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}). Is this a saved training graph?") from error
+        raise ModelError(
+            f"{path}: cannot be read ({error.strerror}). Is this a saved training graph?"
+        ) from error
