@@ -52,10 +52,14 @@ Shape = tuple[Dim, ...] | None
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Dtype and shape of one input or output; an unknown dtype is ``""``, an unknown rank None."""
+    """Dtype and shape of one input or output; an unknown dtype is ``""``, an unknown rank None.
+
+    ``selected`` is how many elements of a routing map are non-zero, where its values are known.
+    """
 
     dtype: str
     shape: Shape
+    selected: int | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,8 @@ class OpSpec:
     ``shapes(inputs, attributes)`` checks ranks, sizes and limits and gives the outputs' shapes;
     ``reference(*inputs, **attributes)`` is the numpy meaning; ``body`` is the decomposition in ONNX
     text; ``gradient`` names the operator of the backward pass, if the operator has one; ``missing``
-    refuses optional inputs that are absent but needed, ``mixes`` dtypes that do not go together.
+    refuses optional inputs that are absent but needed, ``mixes`` dtypes that do not go together;
+    without the input ``copies_without`` the outputs are bit copies, which must not go through Casts.
     """
 
     name: str
@@ -107,6 +112,7 @@ class OpSpec:
     gradient: str | None = None
     missing: Callable[[Sequence[TensorInfo | None], Mapping[str, Any]], None] | None = None
     mixes: Callable[[Sequence[TensorInfo | None]], None] | None = None
+    copies_without: str | None = None
 
     def check(
         self, inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]

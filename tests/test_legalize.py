@@ -11,6 +11,7 @@ import onnxruntime as ort
 import oracles
 import pytest
 from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
 from routes import ELEMS, make_model
 
 import moe_onnx
@@ -95,7 +96,7 @@ def all_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 @pytest.mark.parametrize("route", KERNELS)
 def test_attributes_are_written_out(route: str) -> None:
-    """Also at their defaults, except an empty restore_shape: Python ops must find all of theirs."""
+    """Also at their defaults: Python ops must find all of theirs, evaluators those of functions."""
     unpermute = helper.make_node(UNPERMUTE, ["dy", "out", "token"], ["G"], "other", domain="ascend.moe")
     model = model_of(init(), unpermute, feed={**FEED, **WHOLE}, outputs=("y", "G"))
     written = {
@@ -111,7 +112,7 @@ def test_attributes_are_written_out(route: str) -> None:
             {"top_k": 2} if op == INIT else {}
         )
         if route == "body":
-            assert written[op] == {}
+            assert written[op] == ({} if op == INIT else {"restore_shape": []})
         else:  # what the session's own ops are told besides
             assert written[op] == {"node": told[op].encode(), "session": 0, "restore_shape": b""}
 
@@ -169,22 +170,38 @@ def test_omitted_outputs(outputs: list[str], kernels: str) -> None:
     np.testing.assert_array_equal(got, want[0])
 
 
-# A Python op has one float type; the body route takes such models.
-@pytest.mark.parametrize("kernels", ["body"])
-@pytest.mark.parametrize("given", [np.float32, np.float64])
-def test_empty_probs_of_another_dtype(given: Any, kernels: str) -> None:
+@pytest.mark.parametrize("kernels", [*KERNELS, "auto"])
+@pytest.mark.parametrize("given", [np.float32, np.float64, np.float16, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, BF16], ids=str)
+def test_empty_probs_of_another_dtype(dtype: Any, given: Any, kernels: str) -> None:
     """Of shape [0, 0] they are absent, whatever their dtype: the schema takes them, too."""
-    model, feed, _ = unpermute_model(["dy", "out", "token"], ["G"])
-    dtype = np.dtype(np.float64 if given == np.float32 else np.float32)
+    dtype, given = np.dtype(dtype), np.dtype(given)
+    model, feed, _ = unpermute_model(["dy", "out", "token"], ["G", "Q"][:1])
     for value in (model.graph.input[0], model.graph.output[0]):
         value.type.tensor_type.elem_type = ELEMS[dtype.name]
-    model.graph.node[0].input.extend(["", "", "probs"])
-    empty = helper.make_tensor("probs", ELEMS[np.dtype(given).name], [0, 0], [])
-    model.graph.initializer.append(empty)
-    onnx.checker.check_model(model, full_check=True)
+    model.graph.node[0].input.extend(["", "rows", "probs"])
+    model.graph.node[0].output.append("Q")
+    model.graph.output.append(helper.make_tensor_value_info("Q", ELEMS[given.name], [0, 0]))
+    model.graph.initializer.extend(
+        helper.make_tensor(n, ELEMS[given.name], [0, 0], []) for n in ("probs", "rows")
+    )
     feed["dy"] = feed["dy"].astype(dtype)
-    (got,) = session_of(model, kernels).run(None, feed)
+    session = session_of(model, kernels)
+    got, empty = session.run(None, feed)
     np.testing.assert_array_equal(got, oracles.unpermute_grad(*feed.values())[0])
+    assert (got.dtype, empty.dtype, empty.shape) == (dtype, given, (0, 0))
+    copies = dtype == BF16  # which Casts would change
+    assert session.moe_kernels["python"] == int(kernels != "body" and not copies)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_an_empty_map_of_another_dtype(kernels: str) -> None:
+    """Without probs a map of shape [0, 0] is absent too, whatever its dtype."""
+    model, feed, want = unpermute_model(["dy", "out", "token"], ["G"])
+    model.graph.node[0].input.append("map")
+    model.graph.initializer.append(helper.make_tensor("map", ELEMS["int8"], [0, 0], []))
+    (got,) = session_of(model, kernels).run(None, feed)
+    np.testing.assert_array_equal(got, want[0])
 
 
 def branches(then: int, other: int) -> onnx.ModelProto:
@@ -509,6 +526,30 @@ def test_sixteen_bits_between_casts(dtype: Any) -> None:
     want = oracles.init_routing_v2_grad(x, order, top_k=8)
     assert got.dtype == want.dtype
     np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BF16], ids=str)
+def test_sixteen_bit_copies_take_the_body(dtype: Any) -> None:
+    """Without probs every bit counts, also those of NaNs; a note says so. With probs the kernel runs."""
+    inputs = [WHOLE["dy"].astype(dtype), slots, slots]
+    done = legal(make_model(UNPERMUTE, inputs, {}), "python")
+    assert (done.python_nodes, done.body_nodes) == (0, 1)
+    assert "'the_node' runs its function body: without 'probs'" in done.notes[0]
+    inputs += [chosen, WHOLE["p"].astype(dtype), WHOLE["probs"].astype(dtype)]
+    assert legal(make_model(UNPERMUTE, inputs, {}), "python").python_nodes == 1
+
+
+@pytest.mark.parametrize("restore", [None, [4, 3]])
+@pytest.mark.parametrize("given", ["three", "all"])
+def test_the_evaluator_of_onnx_runs_bodies(given: str, restore: list[int] | None) -> None:
+    """It ignores default attributes of functions, so none is left out."""
+    model, feed, want = unpermute_model(["dy", "out", "token", *GIVEN[given]], ["G"])
+    if restore:
+        model.graph.node[0].attribute.append(helper.make_attribute("restore_shape", restore))
+    model = moe_onnx.add_function_bodies(model)
+    onnx.checker.check_model(model, full_check=True)
+    (got,) = ReferenceEvaluator(model).run(None, feed)
+    np.testing.assert_array_equal(got, want[0])
 
 
 def test_an_input_of_unknown_dtype() -> None:

@@ -375,31 +375,30 @@ def interrupt_a_run(kind: str, place: str) -> None:
         before = slow_before(op) if place == "before" else []
         session = session_of(kind, model_of(op, *before, node(op, source="first" if before else "")))
         np.take = take if before else slow_take
-        start = time.monotonic()
+        ours, start = signal.getsignal(signal.SIGINT), time.monotonic()
         say(starts=op, again=is_right(run(op, session), op))
         third = (time.monotonic() - start) / 3
         threading.Timer(third, os.kill, (os.getpid(), signal.SIGINT)).start()
         facts = run(op, session, wait=5 if kind == "plain" else 0.2)
         np.take = take
-        handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        handler = signal.getsignal(signal.SIGINT) is ours
         say(handler=handler, again=is_right(run(op, session), op), **facts)
 
 
-# In a plain session an interrupt is held off only inside the operator: the code of
-# onnxruntime-extensions round it is Python too, and not ours to guard (README, Limits).
-@pytest.mark.parametrize(("kind", "place"), [("moe", "inside"), ("moe", "before"), ("plain", "inside")])
+@pytest.mark.parametrize("place", ["inside", "before"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_ctrl_c_during_a_run(kind: str, place: str) -> None:
     """Our session raises it after the run, a plain one delivers it soon; both live on."""
     said = child(interrupt_a_run, kind, place)[:-1]
     assert [facts["again"] for facts in said] == [True] * 2 * len(OPS)
-    for facts in said[1::2]:
+    for op, facts in zip(OPS, said[1::2], strict=True):
         assert facts["handler"]
         caught = (facts["error"], facts["later"])
         if kind == "moe":
             assert caught == ("KeyboardInterrupt", "")
         else:
             assert "KeyboardInterrupt" in caught
-            assert place == "before" or facts["nan"]
+            assert facts["error"] or is_right(facts, op)
 
 
 def interrupt_often(kind: str) -> None:
@@ -427,10 +426,119 @@ def interrupt_often(kind: str) -> None:
     say(caught=caught, again=is_right(run(INIT, session)))
 
 
-@pytest.mark.parametrize("kind", ["moe"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_ctrl_c_at_any_moment(kind: str) -> None:
     """Between, before and after the instructions of the operator, too."""
     assert child(interrupt_often, kind)[0] == {"caught": 15, "again": True}
+
+
+def interrupt_the_caller() -> None:
+    """Interrupts in the code of onnxruntime-extensions itself, in its first instruction too."""
+    from onnxruntime_extensions import _ocos
+
+    code = _ocos._on_pyop_invocation.__code__
+    session, lines = session_of("plain", model_of(INIT)), code.co_lines()
+    for line in sorted({line for _, _, line in lines if line}):
+        seen = []
+
+        def trace(frame: Any, event: str, arg: Any, line: int = line, seen: Any = seen) -> Any:
+            if frame.f_code is code and frame.f_lineno == line and not seen:
+                seen.append(event)
+                os.kill(os.getpid(), signal.SIGINT)
+            return trace if frame.f_code is code else None
+
+        sys.settrace(trace)
+        try:
+            facts = run(INIT, session)
+        finally:
+            sys.settrace(None)
+        after = attempt(time.sleep, 5)  # a sleeping main thread is woken
+        say(seen=seen, right=is_right(facts), after=after["error"])
+
+
+def test_ctrl_c_inside_onnxruntime_extensions() -> None:
+    """Wherever in its code it comes, the run ends well and the interrupt follows at once."""
+    said = [facts for facts in child(interrupt_the_caller)[:-1] if facts["seen"]]
+    assert len(said) >= 4
+    assert said[0]["seen"] == ["call"]
+    assert {(facts["right"], facts["after"]) for facts in said} == {(True, "KeyboardInterrupt")}
+
+
+def import_with_a_handler() -> None:
+    caught: list[int] = []
+
+    def own(number: int, frame: Any) -> None:
+        caught.append(number)
+
+    signal.signal(signal.SIGINT, own)
+    importlib.import_module("moe_onnx")
+    os.kill(os.getpid(), signal.SIGINT)
+    say(kept=signal.getsignal(signal.SIGINT) is own, caught=len(caught))
+
+
+def import_in_a_thread() -> None:
+    thread = threading.Thread(target=importlib.import_module, args=("moe_onnx",))
+    thread.start()
+    thread.join()
+    say(kept=signal.getsignal(signal.SIGINT) is signal.default_int_handler, caught=1)
+
+
+def import_ignoring() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    importlib.import_module("moe_onnx")
+    os.kill(os.getpid(), signal.SIGINT)
+    say(kept=signal.getsignal(signal.SIGINT) == signal.SIG_IGN, caught=1)
+
+
+@pytest.mark.parametrize("scenario", [import_with_a_handler, import_in_a_thread, import_ignoring])
+def test_the_import_leaves_handlers_alone(scenario: Callable[..., None]) -> None:
+    assert child(scenario)[0] == {"kept": True, "caught": 1}
+
+
+def interrupt_other_programs() -> None:
+    import asyncio
+
+    import click
+
+    import moe_onnx  # noqa: F401
+
+    def shoot(delay: float = 0.2) -> None:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    shoot()
+    say(name="sleep", **attempt(time.sleep, 5))
+    ends: list[str] = []
+
+    async def wait() -> None:
+        try:
+            await asyncio.sleep(5)
+        except asyncio.CancelledError:
+            ends.append("cancelled")
+            raise
+
+    shoot()
+    say(name="asyncio", **attempt(lambda: asyncio.run(wait())), ends=ends)
+
+    @click.command()
+    def command() -> None:
+        time.sleep(5)
+
+    shoot()
+    say(name="click", **attempt(command.main, [], "command", "", False))
+    shoot()
+    say(name="click, standalone", **attempt(command.main, []))
+    signal.signal(signal.SIGINT, lambda number, frame: ends.append("own"))
+    shoot(0)
+    say(name="own", **attempt(time.sleep, 0.3), ends=ends)
+
+
+def test_ctrl_c_is_for_others_what_it_was() -> None:
+    """A sleep, asyncio, a command and a handler that is set later."""
+    sleep, loop, command, alone, own, _ = child(interrupt_other_programs)
+    assert sleep["error"] == "KeyboardInterrupt"
+    assert (loop["error"], loop["ends"]) == ("KeyboardInterrupt", ["cancelled"])
+    assert (command["error"], alone["error"]) == ("Abort", "SystemExit")
+    assert (own["error"], own["ends"]) == ("", ["cancelled", "own"])
 
 
 def run_bodies(op: str, *static: str) -> None:
@@ -480,21 +588,23 @@ def load_anew() -> None:
     import moe_onnx as first
 
     model, (wrong, _, _) = model_of(INIT), variant(INIT, "index_large")
-    sessions = [session_of(kind, model) for kind in KINDS]
+    loads, sessions = [first] * 4, [session_of(kind, model) for kind in KINDS]
     importlib.reload(first)
     sessions += [session_of(kind, model) for kind in KINDS]
-    for name in [name for name in sys.modules if name.split(".")[0] == "moe_onnx"]:
-        del sys.modules[name]
-    sessions += [session_of(kind, model) for kind in KINDS]
-    second: Any = importlib.import_module("moe_onnx")
-    for session, package in zip(sessions, [first] * 4 + [second] * 2, strict=True):
+    for _ in range(2):
+        for name in [name for name in sys.modules if name.split(".")[0] == "moe_onnx"]:
+            del sys.modules[name]
+        loads += [importlib.import_module("moe_onnx")] * 2
+        sessions += [session_of(kind, model) for kind in KINDS]
+    for session, package in zip(sessions, loads, strict=True):
         facts, error = run(INIT, session), None
         try:
             session.run(None, wrong)
         except Exception as caught:
             error = caught
-        node_name = getattr(error, "node", None)
-        say(ours=isinstance(error, package.IndexValueError), node=node_name, **facts)
+        number, node_name = getattr(session, "_number", None), getattr(error, "node", None)
+        ours: Any = package
+        say(ours=type(error) is ours.IndexValueError, node=node_name, number=number, **facts)
 
 
 @functools.cache
@@ -503,16 +613,21 @@ def loaded_anew() -> list[Any]:
 
 
 def test_sessions_of_all_loads_run_side_by_side() -> None:
-    """Before and after a reload and after an import anew, plain and ours."""
-    assert [is_right(facts) for facts in loaded_anew()] == [True] * 6
+    """Before and after a reload and after two imports anew, plain and ours."""
+    assert [is_right(facts) for facts in loaded_anew()] == [True] * 8
 
 
-# The kernels stay those of the first load, and so do the classes of their errors.
-@pytest.mark.parametrize("load", [0, 1])
+@pytest.mark.parametrize("load", [0, 1, 2, 3])
 def test_errors_after_loading_anew(load: int) -> None:
     """``except moe_onnx.IndexValueError`` catches what a session of the same load raises."""
     facts = loaded_anew()[2 * load + 1]
     assert (facts["ours"], facts["node"]) == (True, "node")
+
+
+def test_sessions_of_all_loads_have_numbers_of_their_own() -> None:
+    """What an op could not raise waits under the number of its session."""
+    numbers = [facts["number"] for facts in loaded_anew()[1::2]]
+    assert len(set(numbers)) == 4
 
 
 def define_user_ops() -> None:

@@ -147,10 +147,6 @@ def test_a40_copies_keep_every_bit_pattern(op: str, mode: str, route: str, dtype
     got = run(op, route, inputs, {})[0]
     want = np.empty(x.shape, np.uint16)
     want[places] = x.view(np.uint16)
-    if nans and op == UNGRAD and route == "python":
-        # Its float32 kernel stands between Casts, which keep a NaN but not its payload (README).
-        assert np.isnan(got.astype(np.float32)).all()
-        return
     np.testing.assert_array_equal(got.view(np.uint16), want)
 
 

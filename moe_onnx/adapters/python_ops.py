@@ -6,10 +6,14 @@ second registration leaves dangling pointers in sessions that exist (SIGSEGV).
 Each operator is registered in two domains. ``ascend.moe`` is for plain ``onnxruntime`` sessions. A
 Python op is told neither its node nor its session, so ``moe_onnx.InferenceSession`` moves its nodes
 to ``SESSION_DOMAIN``, whose ops take both as attributes; that is how an error finds its way back.
+
+The package may be imported again, its modules deleted: the ops then still belong to the first import.
+All they hold is a :class:`Post`, through which they ask the import that made the session.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_onnx.adapters.interrupts import hold_off_inside, interrupt_later
 from moe_onnx.adapters.reference_evaluator import absent_output
 from moe_onnx.errors import ModelError
 from moe_onnx.kernels import PYTHON_KERNELS, PythonKernel
@@ -39,12 +44,31 @@ SERVED = frozenset(kernel.name for kernel in PYTHON_KERNELS)
 _LOG = logging.getLogger("moe_onnx")
 
 
-class Parked:
-    """Errors that ops could not raise, until the session that ran them asks for them."""
+_LOAD_BITS = 40  # sessions of one import
+
+
+class Post:
+    """What all imports of this package in a process share: it lives on the registered ops.
+
+    ``serves`` are the functions that do what an op does, by the number of their import; errors that
+    ops could not raise wait here until the session that ran them asks for them.
+    """
 
     def __init__(self) -> None:
+        self.serves: dict[int, Callable[..., Any]] = {}
         self._lock = threading.Lock()
         self._errors: list[tuple[int, int, str, BaseException]] = []
+
+    def join(self, serve: Callable[..., Any]) -> itertools.count[int]:
+        """Serve the sessions numbered by the returned counter, and all that have no number."""
+        with self._lock:
+            load = len(self.serves) + 1
+            self.serves[load] = serve
+        return itertools.count((load << _LOAD_BITS) + 1)
+
+    def serve_of(self, session: int | None) -> Callable[..., Any]:
+        """The function of the import that made the session; of the last one if no import did."""
+        return self.serves.get((session or 0) >> _LOAD_BITS) or self.serves[len(self.serves)]
 
     def put(self, session: int, node: str, error: BaseException) -> None:
         """Keep an error for the session whose op raised it."""
@@ -60,7 +84,11 @@ class Parked:
         return [(node, error) for _, _, node, error in mine]
 
 
-PARKED = Parked()
+def _the_post() -> Post:
+    """The one that an earlier import left on the ops, or a new one."""
+    ops = [] if UNAVAILABLE else Opdef._odlist.values()
+    found = (getattr(op.body, "moe_onnx_post", None) for op in ops)
+    return next((post for post in found if post is not None), None) or Post()
 
 
 def library_path() -> str:
@@ -76,14 +104,11 @@ def library_path() -> str:
 
 def register_python_ops() -> None:
     """Register all Python kernels with onnxruntime-extensions, once per process."""
-    global PARKED
     if UNAVAILABLE:
         return
-    for existing in Opdef._odlist.values():
-        parked = getattr(existing.body, "moe_onnx_parked", None)
-        if parked is not None:  # this module was loaded anew; the ops of its first life serve on
-            PARKED = parked
-            return
+    hold_off_inside(_extensions._ocos._on_pyop_invocation.__code__)
+    if any(hasattr(op.body, "moe_onnx_post") for op in Opdef._odlist.values()):
+        return  # the ops of an earlier import serve this one too
     for kernel in PYTHON_KERNELS:
         spec = BY_NAME[kernel.name]
         has_map = any(arg.type_var == "M" for arg in spec.inputs)
@@ -105,7 +130,7 @@ def register_python_ops() -> None:
                         inputs=inputs,
                         outputs=outputs,
                         attrs={**attrs, **more},
-                    )(_guard(spec, kernel, dtype))
+                    )(_op(spec.name, dtype))
 
 
 class _Direct:
@@ -128,25 +153,38 @@ class _Direct:
         return self._array
 
 
-def _guard(spec: OpSpec, kernel: PythonKernel, dtype: np.dtype[Any]) -> Callable[..., Any]:
-    """The body of a Python op. Whatever happens in it, no exception leaves: that ends the process."""
+def _op(name: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
+    """The body of a Python op."""
+    post = POST
 
     def body(*inputs: Array, **attributes: Any) -> Any:
         session = attributes.pop("session", None)
-        node = _text(attributes.pop("node", ""))
-        try:
-            shape = _text(attributes.pop("restore_shape", ""))
-            if shape:
-                attributes["restore_shape"] = [int(size) for size in shape.split(",")]
-            result = kernel.run(*inputs, **attributes)
-            values = list(result) if isinstance(result, tuple) else [result]
-            full = [absent_output(spec, i, inputs) if v is None else v for i, v in enumerate(values)]
-            return _pack([np.ascontiguousarray(value, dtype) for value in full])
-        except BaseException as error:
-            return _fail(spec, kernel, dtype, inputs, attributes, session, node, error)
+        return post.serve_of(session)(name, dtype, session, inputs, attributes)
 
-    body.moe_onnx_parked = PARKED  # type: ignore[attr-defined]
+    body.moe_onnx_post = post  # type: ignore[attr-defined]
     return body
+
+
+def _serve(
+    name: str,
+    dtype: np.dtype[Any],
+    session: int | None,
+    inputs: tuple[Array, ...],
+    attributes: dict[str, Any],
+) -> Any:
+    """What a Python op does. Whatever happens in it, no exception leaves: that ends the process."""
+    spec, kernel = BY_NAME[name], _KERNELS[name]
+    node = _text(attributes.pop("node", ""))
+    try:
+        shape = _text(attributes.pop("restore_shape", ""))
+        if shape:
+            attributes["restore_shape"] = [int(size) for size in shape.split(",")]
+        result = kernel.run(*inputs, **attributes)
+        values = list(result) if isinstance(result, tuple) else [result]
+        full = [absent_output(spec, i, inputs) if v is None else v for i, v in enumerate(values)]
+        return _pack([np.ascontiguousarray(value, dtype) for value in full])
+    except BaseException as error:
+        return _fail(spec, kernel, dtype, inputs, attributes, session, node, error)
 
 
 def _text(value: Any) -> str:
@@ -172,9 +210,9 @@ def _fail(
     # A log handler may raise, or memory may be out: the process must live all the same.
     with suppress(BaseException):
         if session is not None:
-            PARKED.put(session, node, error)
+            POST.put(session, node, error)
         elif isinstance(error, KeyboardInterrupt):
-            _interrupt_later()
+            interrupt_later()
     with suppress(BaseException):
         if session is None:
             _LOG.error("%s failed, its outputs are NaN: %s: %s", spec.name, type(error).__name__, error)
@@ -185,10 +223,6 @@ def _fail(
         return _pack([np.empty((0,) * rank, dtype) for rank in ranks])
 
 
-def _interrupt_later() -> None:
-    # Ctrl-C must not be lost, but can only be raised once the plain session is out of this op.
-    import _thread
-
-    timer = threading.Timer(0.1, _thread.interrupt_main)
-    timer.daemon = True
-    timer.start()
+_KERNELS = {kernel.name: kernel for kernel in PYTHON_KERNELS}
+POST = _the_post()
+SESSION_NUMBERS = POST.join(_serve)

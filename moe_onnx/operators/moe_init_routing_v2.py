@@ -61,7 +61,7 @@ def moe_init_routing_v2(
         expert_idx: Expert of each slot, int32, >= 0, and < ``expert_num`` where that is given. For
             use with MoeTokenUnpermuteWithRoutingMap a token's experts must ascend.
         active_num: Keep only the first min(active_num, T*K) rows; 0 keeps all. Not in drop/pad.
-        expert_capacity: C, rows per expert in drop/pad, 1 <= C <= T.
+        expert_capacity: C, rows per expert in drop/pad, 1 <= C <= T (any C >= 1 if T is 0).
         expert_num: E; needed in drop/pad and for the counts.
         drop_pad_mode: 0 dropless or active, 1 drop/pad.
         expert_tokens_count_or_cumsum_flag: 0 none, 1 running sum of slots per expert, 2 slots per
@@ -140,7 +140,7 @@ def _shapes(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) 
     axes = Axes(NAME)
     axes.read(("x", x, "T H"), ("expert_idx", expert_idx, "T K"))
     tokens, hidden, top_k = axes["T"], axes["H"], axes["K"]
-    if padded and isinstance(tokens, int) and capacity > tokens:
+    if padded and isinstance(tokens, int) and capacity > tokens > 0:
         raise LimitError(
             f"{NAME}: expert_capacity must be at most the number of tokens, "
             f"got expert_capacity = {capacity} and T = {tokens}.",
@@ -224,7 +224,9 @@ BODY = body(
     """
     bad_product = And (is_padded, rows_above)
     capacity_above = Greater (expert_capacity, num_tokens)
-    bad_capacity_above = And (is_padded, capacity_above)
+    has_tokens = Greater (num_tokens, zero)
+    some_capacity_above = And (capacity_above, has_tokens)
+    bad_capacity_above = And (is_padded, some_capacity_above)
     """,
     checks(
         "passed",

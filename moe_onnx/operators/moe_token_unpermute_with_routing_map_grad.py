@@ -42,7 +42,18 @@ from moe_onnx.operators._routing_map import (
     row_cells,
     slot_cells,
 )
-from moe_onnx.spec import INDICES, MAPS, Arg, Attr, Axes, OpSpec, TensorInfo, presence, require_same_dtype
+from moe_onnx.spec import (
+    INDICES,
+    MAPS,
+    Arg,
+    Attr,
+    Axes,
+    OpSpec,
+    TensorInfo,
+    presence,
+    require_same_dtype,
+    show,
+)
 
 NAME = "MoeTokenUnpermuteWithRoutingMapGrad"
 
@@ -143,6 +154,9 @@ def moe_token_unpermute_with_routing_map_grad(
 def prepare(*inputs: Any, **attributes: Any) -> Plan:
     """Check a call completely and give it in the form that kernels work on."""
     arrays, infos = read(SPEC, *inputs)
+    if (routing_map := arrays[3]) is not None and routing_map.dtype in (np.bool_, np.int8):
+        selected = int(np.count_nonzero(routing_map))
+        infos[3] = TensorInfo(routing_map.dtype.name, routing_map.shape, selected)
     attrs, _ = SPEC.check(infos, attributes)
     grad, index, token, routing_map, permuted, probs = arrays
     assert grad is not None and index is not None and token is not None
@@ -150,9 +164,6 @@ def prepare(*inputs: Any, **attributes: Any) -> Plan:
     probs = given(probs)
     if probs is None:
         permuted = given(permuted)  # beside probs (0, 0) may be its required shape
-    if permuted is not None and not padded:
-        absent = routing_map is None or (routing_map.shape == (0, 0) and tokens > 0)
-        _check_rows(permuted, index, None if absent else routing_map)
     mode = "drop_and_pad" if padded else "-1 skips the slot"
     check_range(NAME, "out_index", index, 0 if padded else -1, rows, mode)
     check_unique(NAME, "out_index", index, "two slots cannot write one row")
@@ -163,6 +174,13 @@ def prepare(*inputs: Any, **attributes: Any) -> Plan:
     else:
         # A skipped slot's token is not read, so whatever stands there is right.
         check_range(NAME, "permute_token_id", np.where(named, token, 0), 0, max(tokens, 1), "a token")
+    if permuted is not None and not padded and (index >= len(permuted)).any():
+        raise ShapeError(
+            f"{NAME}: 'permuted_tokens' must have N = {rows} rows, or as many as 'routing_map' selects "
+            f"when 'out_index' names no later one, got shape {list(permuted.shape)} and row "
+            f"{int(index.max())}.",
+            op=NAME,
+        )
     if probs is None:
         return Plan(grad, rows, index[named], token[named], None, None, None)
     assert routing_map is not None and permuted is not None
@@ -178,14 +196,21 @@ def prepare(*inputs: Any, **attributes: Any) -> Plan:
     return Plan(grad, rows, index[live], token[live], cell[live], permuted, probs)
 
 
-def _check_rows(permuted: Array, index: Array, routing_map: Array | None) -> None:
-    """Unpadded, P has a row for every slot; one for every selected pair is enough if it is."""
-    rows = len(index)
-    selected = rows if routing_map is None else int(np.count_nonzero(routing_map))
-    if len(permuted) not in (rows, selected) or (len(permuted) < rows and (index >= len(permuted)).any()):
+def _check_rows(axes: Axes, permuted: TensorInfo | None, routing_map: TensorInfo | None) -> None:
+    """Unpadded, P has a row for every slot, or one for every pair that the map selects."""
+    rows, slots = axes["P"], axes["N"]
+    if permuted is None or not (isinstance(rows, int) and isinstance(slots, int)) or rows == slots:
+        return
+    # Fewer rows can be told to be wrong only where the map's values are known, or there is no map.
+    if routing_map is None or (routing_map.shape == (0, 0) and axes["T"] != 0):
+        selected: int | None = slots
+    else:
+        selected = routing_map.selected
+    if rows > slots or selected not in (None, rows):
         raise ShapeError(
-            f"{NAME}: 'permuted_tokens' must have N = {rows} rows, or as many as 'routing_map' selects "
-            f"({selected}) when 'out_index' names no later one, got shape {list(permuted.shape)}.",
+            f"{NAME}: 'permuted_tokens' must have N = {slots} rows, or as many as 'routing_map' selects "
+            f"({'unknown' if selected is None else selected}) when 'out_index' names no later one, "
+            f"got shape {show(permuted.shape or ())}.",
             op=NAME,
         )
 
@@ -239,11 +264,7 @@ def _shapes(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) 
             axes.bind("C", axes.divide("N", axes["E"], "the number of experts"), "N / E")
     else:
         axes.bind("K", axes.divide("N", axes["T"], "the number of tokens"), "N / T")
-        num_rows, num_slots = axes["P"], axes["N"]
-        if isinstance(num_rows, int) and isinstance(num_slots, int) and num_rows > num_slots:
-            raise ShapeError(
-                f"{NAME}: 'permuted_tokens' must have at most N = {num_slots} rows, got {num_rows}.", op=NAME
-            )
+        _check_rows(axes, _given(permuted, present), routing_map)
     if present:
         check_limits(NAME, axes, padded)
     rows_grad = TensorInfo(grad.dtype, (axes["N"], axes["H"]))
@@ -592,4 +613,5 @@ SPEC = OpSpec(
     source="aclnnMoeTokenUnpermuteWithRoutingMapGrad",
     missing=_missing,
     mixes=_mixes,
+    copies_without="probs",
 )

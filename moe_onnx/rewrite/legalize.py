@@ -83,17 +83,17 @@ def legalize(model: ModelProto, *, route: str, session: int = 0, body_domain: st
                 continue
             spec = BY_NAME[node.op_type]
             _check_arity(spec, node)
-            dtypes = _check_node(spec, node, types)
+            given = _check_node(spec, node, types)
+            dtypes = _dtypes(spec, given)
             graph.node.extend(_fill_inputs(spec, node, dtypes[0], names))
             served = spec.name in SERVED
-            if route == "python" and served and "" not in dtypes:
-                graph.node.extend(_to_python(spec, node, dtypes, session, names, done))
+            why_not = _why_not_python(spec, dtypes)
+            if route == "python" and served and not why_not:
+                graph.node.extend(_to_python(spec, node, given, session, names, done))
             else:
                 if route == "python" and served:
-                    done.notes.append(
-                        f"node '{node.name}' runs its function body: the dtype of an input is not known"
-                    )
-                node.domain = body_domain if served else DOMAIN
+                    done.notes.append(f"node '{node.name}' runs its function body: {why_not}")
+                _to_body(spec, node, body_domain if served else DOMAIN)
                 graph.node.append(node)
                 done.body_nodes += 1
     _finish(model)
@@ -292,11 +292,11 @@ def _check_arity(spec: OpSpec, node: NodeProto) -> None:
             )
 
 
-def _check_node(spec: OpSpec, node: NodeProto, types: dict[str, TensorInfo]) -> list[str]:
+def _check_node(spec: OpSpec, node: NodeProto, types: dict[str, TensorInfo]) -> list[TensorInfo | None]:
     """Check all that is known of a node before any kernel sees it, and write out its attributes.
 
     Returns:
-        The dtypes of its inputs, ``""`` where unknown and ``"absent"`` where there is none.
+        What is known of each input of the operator, None where the node names none.
     """
     infos = [types.get(name, TensorInfo("", None)) if name else None for name in node.input]
     try:
@@ -306,9 +306,32 @@ def _check_node(spec: OpSpec, node: NodeProto, types: dict[str, TensorInfo]) -> 
         raise type(error)(message, op=spec.name, aclnn_status=error.aclnn_status) from error
     del node.attribute[:]
     node.attribute.extend(helper.make_attribute(k, v) for k, v in legal.items() if v not in (None, ()))
-    infos += [None] * (len(spec.inputs) - len(infos))
+    return infos + [None] * (len(spec.inputs) - len(infos))
+
+
+def _dtypes(spec: OpSpec, infos: list[TensorInfo | None]) -> list[str]:
+    """The dtypes of a node's inputs, ``""`` where unknown and ``"absent"`` where there is none."""
     pairs = zip(spec.inputs, infos, strict=True)
     return ["absent" if i is None or is_absent(arg, i) else i.dtype for arg, i in pairs]
+
+
+def _why_not_python(spec: OpSpec, dtypes: list[str]) -> str:
+    """Why a node cannot have its Python kernel, ``""`` if it can."""
+    if "" in dtypes:
+        return "the dtype of an input is not known"
+    absent = [arg.name for arg, dtype in zip(spec.inputs, dtypes, strict=True) if dtype == "absent"]
+    if dtypes[0] in _SIXTEEN_BIT and spec.copies_without in absent:
+        return f"without '{spec.copies_without}' it copies bits, and Casts lose the payload of NaNs"
+    return ""
+
+
+def _to_body(spec: OpSpec, node: NodeProto, domain: str) -> None:
+    node.domain = domain
+    given = {attr.name for attr in node.attribute}
+    for attr in spec.attributes:
+        # Not every runtime knows default attributes of functions (onnx's own evaluator does not).
+        if attr.kind == "ints" and attr.name not in given:
+            node.attribute.append(AttributeProto(name=attr.name, type=AttributeProto.INTS))
 
 
 def _attributes(spec: OpSpec, node: NodeProto) -> dict[str, Any]:
@@ -351,8 +374,14 @@ def _fill_inputs(spec: OpSpec, node: NodeProto, dtype: str, names: set[str]) -> 
 
 
 def _to_python(
-    spec: OpSpec, node: NodeProto, dtypes: list[str], session: int, names: set[str], done: Legalized
+    spec: OpSpec,
+    node: NodeProto,
+    infos: list[TensorInfo | None],
+    session: int,
+    names: set[str],
+    done: Legalized,
 ) -> list[NodeProto]:
+    dtypes = _dtypes(spec, infos)
     dtype = dtypes[0]
     done.python_nodes += 1
     restore = next((a for a in node.attribute if a.name == "restore_shape"), None)
@@ -363,27 +392,36 @@ def _to_python(
     node.attribute.append(helper.make_attribute("node", node.name or node.output[0]))
     node.attribute.append(helper.make_attribute("session", session))
     node.attribute.append(helper.make_attribute("restore_shape", shape))
-    if dtype not in _SIXTEEN_BIT:
-        return [node]
-    done.notes.append(f"node '{node.name}' runs in float32 between Casts from and to {dtype}")
     before, after = [], []
-    for i, arg in enumerate(spec.inputs):
-        if arg.type_var in ("T", "TP"):
-            wide = _fresh(f"{node.output[0]}/{arg.name}/float32", names)
-            before.append(helper.make_node("Cast", [node.input[i]], [wide], name=wide, to=TensorProto.FLOAT))
-            node.input[i] = wide
-    # The first input of a kind gives an output's dtype; absent probs have that of the rows.
-    kinds = zip(reversed(spec.inputs), reversed(dtypes), strict=True)
-    like = {arg.type_var: name for arg, name in kinds if name in ELEM_TYPES}
-    like.setdefault("TP", dtype)
+    # An absent input may have any dtype, but a kernel is looked up by the dtypes of all inputs.
+    for i, info in enumerate(infos):
+        if info is not None and dtypes[i] == "absent":
+            node.input[i] = ""
+    before += _fill_inputs(spec, node, dtype, names)
+    wide = dtype
+    if dtype in _SIXTEEN_BIT:
+        done.notes.append(f"node '{node.name}' runs in float32 between Casts from and to {dtype}")
+        wide = "float32"
+        for i, arg in enumerate(spec.inputs):
+            if arg.type_var in ("T", "TP"):
+                name = _fresh(f"{node.output[0]}/{arg.name}/{wide}", names)
+                before.append(_cast(node.input[i], name, wide))
+                node.input[i] = name
+    # The first input of a kind gives an output's dtype, an absent one too; without it the rows do.
+    kinds = zip(reversed(spec.inputs), reversed(infos), strict=True)
+    like = {arg.type_var: info.dtype for arg, info in kinds if info is not None and info.dtype}
     for i, arg in enumerate(spec.outputs):
-        wide = _fresh(f"{node.output[i]}/float32", names)
-        narrow = node.output[i]
-        after.append(
-            helper.make_node("Cast", [wide], [narrow], name=narrow, to=ELEM_TYPES[like[arg.type_var]])
-        )
-        node.output[i] = wide
+        narrow = like.get(arg.type_var, dtype)
+        if narrow != wide:
+            name = node.output[i]
+            node.output[i] = _fresh(f"{name}/{wide}", names)
+            after.append(_cast(node.output[i], name, narrow))
     return [*before, node, *after]
+
+
+def _cast(source: str, target: str, dtype: str) -> NodeProto:
+    elem = ELEM_TYPES.get(dtype) or TensorProto.DataType.Value(dtype.upper())
+    return helper.make_node("Cast", [source], [target], name=target, to=elem)
 
 
 def _finish(model: ModelProto) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import signal
@@ -25,7 +24,6 @@ from moe_onnx.runtime.register import register
 KERNELS = ("auto", "python", "body")
 _FOLDER = "session.model_external_initializers_file_folder_path"
 _RULE = re.compile(r"Name:'(?:_inlfunc_\w*?_)?(Moe\w+): ([^']+)'")
-_NUMBERS = itertools.count(1)
 
 
 class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
@@ -64,7 +62,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             raise OptionError(f"kernels must be one of {', '.join(map(repr, KERNELS))}, got {kernels!r}.")
         if kernels == "python":
             python_ops.library_path()  # says what is missing
-        self._number = next(_NUMBERS)
+        self._number = next(python_ops.SESSION_NUMBERS)
         self.moe_kernels: dict[str, int] = {"python": 0, "body": 0}
         self.moe_notes: list[str] = []
         options = sess_options if sess_options is not None else onnxruntime.SessionOptions()
@@ -147,7 +145,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
         def checked(results: Any, data: Any, error: str) -> None:
             # Operators run in the thread that calls back, or in any of the pool when in parallel.
-            parked = python_ops.PARKED.take(self._number, any_thread=self._lock is not None)
+            parked = python_ops.POST.take(self._number, any_thread=self._lock is not None)
             if parked:
                 results, error = [], str(_named(*parked[0]))
             callback(results, data, error)
@@ -174,7 +172,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             result = call(*args)
         except Exception as error:
             failure = error
-        parked = python_ops.PARKED.take(self._number, any_thread=any_thread)
+        parked = python_ops.POST.take(self._number, any_thread=any_thread)
         if parked:
             raise _named(*parked[0]) from failure
         if failure is not None:
