@@ -25,7 +25,7 @@ def run_grad_apply(case: Case, sessions: dict[str, Session]) -> tuple[list[Array
     metrics, first = [], {}
     for number, batch in enumerate(case.batches(), 1):
         out = run(sessions["grad"], {**batch, **params})
-        grads = {name: value for name, value in out.items() if name.endswith(".grad")}
+        grads = {name: out[name] for name in (f"{param}.grad" for param in params)}
         first = first or grads
         metrics.append(out)
         hyper = {"lr": np.float32(case.lr), "step": np.int64(number), "grad_norm": out["grad_norm"]}

@@ -224,3 +224,23 @@ def test_losses_are_bit_identical_at_one_thread_count_and_close_across_counts() 
     two = losses(case, 2)
     assert losses(case, 2) == two
     np.testing.assert_allclose(losses(case, 1), two, rtol=1e-6)
+
+
+def test_the_gradient_of_a_layers_input() -> None:
+    """By finite differences; this is where MoeInitRoutingV2Grad is in the backward of one layer."""
+    config = moe_onnx.MoeLayerConfig(hidden_size=4, num_experts=3, moe_intermediate_size=5)
+    model = moe_onnx.build_training_graph(config, assembly="grad").model
+    assert [node.op_type for node in model.graph.node if node.op_type.endswith("Grad")] == [
+        "MoeTokenUnpermuteWithRoutingMapGrad",
+        "MoeInitRoutingV2Grad",
+    ]
+    s = session(to_float64(model))
+    rng = np.random.default_rng(3)
+    feed = {n: rng.standard_normal((7, 4)) for n in ("hidden_states", "target")}
+    feed |= {n: v.astype(np.float64) for n, v in random_parameters(config, 3).items()}
+    out, direction = run(s, feed), rng.standard_normal((7, 4))
+    up, down = (
+        run(s, {**feed, "hidden_states": feed["hidden_states"] + h * direction})["loss"] for h in (EPS, -EPS)
+    )
+    slope = (out["hidden_states.grad"] * direction).sum()
+    assert slope == pytest.approx((up - down) / (2 * EPS), rel=FINITE_DIFFERENCE)

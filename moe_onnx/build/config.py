@@ -71,7 +71,8 @@ class _Routing(Options):
 class MoeLayerConfig(_Routing):
     """One MoE layer, trained on the mean squared error of its output.
 
-    Graph inputs ``hidden_states`` and ``target``, float ``[tokens, hidden_size]``. Parameters
+    Graph inputs ``hidden_states`` and ``target``, float ``[tokens, hidden_size]``; graphs with gradients
+    also give ``hidden_states.grad``. Parameters
     ``gate.weight`` ``[E, H]``, ``experts.gate_up_proj`` ``[E, 2F, H]`` (``experts.up_proj``
     ``[E, F, H]`` for gelu and relu) and ``experts.down_proj`` ``[E, H, F]``.
 

@@ -227,8 +227,16 @@ class _Draft:
         return done
 
     def _gradients(self, done: Forward) -> list[ir.Value]:
+        """Gradients of the parameters; a layer also gives that of its input, for the layer before it."""
         assert done.loss is not None
-        return add_gradients(self.e, done.loss, [self.values[param.name] for param in self.params])
+        wanted = [param.name for param in self.params]
+        is_layer = isinstance(self.config, MoeLayerConfig)
+        names = [*wanted, *(["hidden_states"] if is_layer else [])]
+        gradients = add_gradients(self.e, done.loss, [self.values[name] for name in names])
+        if is_layer:
+            dims = ("tokens", self.config.hidden_size)
+            self._output(gradients.pop(), "hidden_states.grad", "float32", dims, "output")
+        return gradients
 
     def _state_inputs(self) -> None:
         for param in self.params:
