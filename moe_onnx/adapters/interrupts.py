@@ -16,7 +16,7 @@ from contextlib import suppress
 from types import CodeType, FrameType
 
 RETRY_SECONDS = 0.05
-_waiting = False
+_due = 0.0  # when the signal that is on its way is sent; a time, as a flag would be wrong after a fork
 
 
 def hold_off_inside(code: CodeType) -> None:
@@ -46,21 +46,17 @@ def hold_off_inside(code: CodeType) -> None:
 
 def interrupt_later() -> None:
     """Send SIGINT to the main thread a moment from now."""
-    global _waiting
-    if _waiting:
+    global _due
+    if time.monotonic() < _due:
         return
-    _waiting = True
-    try:
-        # No threading.Timer: the signal may have come while the main thread holds threading's locks.
+    _due = time.monotonic() + RETRY_SECONDS
+    # No threading.Timer: the signal may have come while the main thread holds threading's locks.
+    with suppress(RuntimeError):  # no more threads to be had: better to lose the signal than the process
         _thread.start_new_thread(_interrupt, ())
-    except RuntimeError:  # no more threads to be had: better the interrupt is lost than the process
-        _waiting = False
 
 
 def _interrupt() -> None:
-    global _waiting
     time.sleep(RETRY_SECONDS)
-    _waiting = False
     if hasattr(signal, "pthread_kill"):  # also wakes a main thread that sleeps
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
     else:

@@ -106,7 +106,9 @@ def register_python_ops() -> None:
     """Register all Python kernels with onnxruntime-extensions, once per process."""
     if UNAVAILABLE:
         return
-    hold_off_inside(_extensions._ocos._on_pyop_invocation.__code__)
+    caller = getattr(_extensions._ocos, "_on_pyop_invocation", None)
+    if caller is not None:  # a private name: without it Ctrl-C is as dangerous as it was
+        hold_off_inside(caller.__code__)
     if any(hasattr(op.body, "moe_onnx_post") for op in Opdef._odlist.values()):
         return  # the ops of an earlier import serve this one too
     for kernel in PYTHON_KERNELS:

@@ -3,7 +3,7 @@
 For every route attributes are written out, absent inputs become empty constants, and functions that
 hold ``ascend.moe`` nodes are inlined. For the Python route nodes move to the session's domain, with
 exact Casts to float32 round those of 16-bit dtype (the float32 op and one Cast are bit-equal to the
-16-bit op). Nodes that stay get function bodies.
+16-bit op). 16-bit nodes that copy bits stay: Casts change NaNs. Nodes that stay get function bodies.
 """
 
 from __future__ import annotations
