@@ -91,7 +91,8 @@ def our_config(kind: str, options: dict[str, Any]) -> MoeLMConfig:
 
 def their_model(kind: str, options: dict[str, Any], parameters: dict[str, Any]) -> Any:
     import torch
-    import transformers
+
+    transformers = pytest.importorskip("transformers", minversion="5.0")
 
     options = dict(options)
     theta = options.pop("rope_theta", 10000.0)
@@ -305,3 +306,34 @@ def test_parameter_shapes_say_what_is_used(name: str) -> None:
     _, gradients = torch_models.gradients(case.config, parameters, batch)
     assert gradients.keys() == parameter_shapes(case.config).keys()
     assert all(value.any() for value in gradients.values())
+
+
+@pytest.mark.parametrize("kind", ["loop", "grouped"])
+@pytest.mark.parametrize("optimizer", ["default", "foreach", "fused"])
+@pytest.mark.parametrize("options", [{}, {"expert_activation": "gelu", "router_z_loss_coef": 0.1}])
+def test_benchmarked_layers_train_the_same_model(kind: str, optimizer: str, options: dict[str, Any]) -> None:
+    """The peers of ``benchmarks/torch_layer.py`` end where ``train_steps`` does."""
+    import torch
+    import torch_models
+
+    from benchmarks.torch_layer import STEPS
+    from moe_onnx.build.optimizers import AdamW
+
+    if kind == "grouped" and not hasattr(torch.nn.functional, "grouped_mm"):
+        pytest.skip("this PyTorch has no torch.nn.functional.grouped_mm")
+    config = MoeLayerConfig(hidden_size=16, num_experts=5, moe_intermediate_size=8, **options)
+    parameters = random_parameters(config, 3)
+    rng = np.random.default_rng(3)
+    batches = [
+        {name: rng.standard_normal((20, 16)).astype(np.float32) for name in ("hidden_states", "target")}
+        for _ in range(3)
+    ]
+    # The peer decays every parameter; a layer has none that would be left out.
+    want = torch_models.train_steps(
+        config, AdamW(weight_decay=0.01, max_grad_norm=0.5), parameters, batches, 1e-3, torch.float32
+    )
+    step = STEPS[kind](config, parameters, optimizer=optimizer, lr=1e-3, weight_decay=0.01, max_grad_norm=0.5)
+    losses = [step(**batch) for batch in batches]
+    assert losses == pytest.approx([float(loss) for loss in want.metrics["loss"]], rel=1e-5)
+    for name, value in step.parameters.items():
+        assert relative(value, want.parameters[name]) <= 1e-4, name

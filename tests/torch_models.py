@@ -300,8 +300,14 @@ def train_steps(
     batches: Sequence[Mapping[str, Any]],
     lr: float | Sequence[float],
     dtype: torch.dtype = torch.float64,
+    noise: float = 0.0,
 ) -> Trained:
-    """One PyTorch optimizer step for each batch; ``lr`` is one number, or one for each step."""
+    """One PyTorch optimizer step for each batch; ``lr`` is one number, or one for each step.
+
+    ``noise`` perturbs each gradient that is not 0, relative to the largest of its tensor: what a run
+    makes of rounding.
+    """
+    generator = torch.Generator().manual_seed(0)
     leaves = {name: torch.nn.Parameter(value) for name, value in tensors(parameters, dtype).items()}
     rates = [lr] * len(batches) if isinstance(lr, (int, float)) else list(lr)
     stepper = torch_optimizer(optimizer, leaves, rates[0])
@@ -312,6 +318,9 @@ def train_steps(
             result.gradients = {name: value.clone() for name, value in found.items()}
         for name, leaf in leaves.items():
             leaf.grad = found[name]
+            if noise:
+                random = torch.randn(leaf.shape, dtype=dtype, generator=generator)
+                leaf.grad = leaf.grad + noise * leaf.grad.abs().max() * random * (leaf.grad != 0)
         limit = torch.inf if optimizer.max_grad_norm is None else optimizer.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(leaves.values(), limit)
         for group in stepper.param_groups:
