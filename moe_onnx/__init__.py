@@ -22,6 +22,8 @@ from moe_onnx.errors import (
     RoutingMapError,
     ShapeError,
 )
+from moe_onnx.operators.moe_grouped_matmul import moe_grouped_matmul
+from moe_onnx.operators.moe_grouped_matmul_weight_grad import moe_grouped_matmul_weight_grad
 from moe_onnx.operators.moe_init_routing_v2 import moe_init_routing_v2
 from moe_onnx.operators.moe_init_routing_v2_grad import moe_init_routing_v2_grad
 from moe_onnx.operators.moe_token_unpermute_with_routing_map import (
@@ -53,6 +55,8 @@ __all__ = [
     "__version__",
     "add_function_bodies",
     "function_body",
+    "moe_grouped_matmul",
+    "moe_grouped_matmul_weight_grad",
     "moe_init_routing_v2",
     "moe_init_routing_v2_grad",
     "moe_token_unpermute_with_routing_map",

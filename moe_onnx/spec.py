@@ -36,6 +36,7 @@ AXES = {
     "A": "active rows (active_num)",
     "N": "routed rows: T*K, or E*C when padded",
     "R": "rows of expanded_x: T*K, or min(active_num, T*K)",
+    "F": "expert hidden size",
     "P": "rows of permuted_tokens: N, or only as many as the routing map selects",
 }
 

@@ -226,6 +226,38 @@ def _stable_sort(sorted_indices: Array) -> tuple[Array, Array]:
     return np.array(order, np.int32), np.array(values, np.int32)
 
 
+@np.errstate(all="ignore")
+def grouped_matmul(x: Array, weight: Array, group_sizes: Array, *, transpose_weight: int = 0) -> Array:
+    """y[i] = x[i] @ weight[e], row by row and column by column; sums without an order."""
+    matrices = [w.T if transpose_weight else w for w in weight]  # each [H, F]
+    width = weight.shape[1 if transpose_weight else 2]
+    y = np.zeros((len(x), width), x.dtype)
+    for i, e in enumerate(_expert_of_rows(group_sizes)):
+        for f in range(width):
+            y[i, f] = _acc(x)(_dot(x[i], matrices[e][:, f])).astype(x.dtype)
+    return y
+
+
+@np.errstate(all="ignore")
+def grouped_matmul_weight_grad(
+    x: Array, grad_y: Array, group_sizes: Array, *, transpose_weight: int = 0
+) -> Array:
+    """grad_weight[e, h, f] = sum over the rows i of expert e of x[i, h] * grad_y[i, f]."""
+    hidden, width = x.shape[1], grad_y.shape[1]
+    grad = np.zeros((len(group_sizes), hidden, width), x.dtype)
+    owners = _expert_of_rows(group_sizes)
+    for e in range(len(group_sizes)):
+        rows = [i for i, owner in enumerate(owners) if owner == e]
+        for h in range(hidden):
+            for f in range(width):
+                grad[e, h, f] = _acc(x)(_dot(x[rows, h], grad_y[rows, f])).astype(x.dtype)
+    return grad.transpose(0, 2, 1) if transpose_weight else grad
+
+
+def _expert_of_rows(group_sizes: Array) -> list[int]:
+    return [e for e, size in enumerate(group_sizes.tolist()) for _ in range(size)]
+
+
 def random_routing(
     rng: np.random.Generator, tokens: int, experts: int, top_k: int
 ) -> tuple[Array, Array, Array]:

@@ -33,6 +33,7 @@ from moe_onnx.spec import DOMAIN
 TESTS = Path(__file__).parent
 INIT, GRAD = "MoeInitRoutingV2", "MoeInitRoutingV2Grad"
 COMBINE, UNGRAD = "MoeTokenUnpermuteWithRoutingMap", "MoeTokenUnpermuteWithRoutingMapGrad"
+GROUPED = ("MoeGroupedMatmul", "MoeGroupedMatmulWeightGrad")
 MODES = {
     INIT: ("dropless", "active", "padded"),
     GRAD: ("dropless", "active", "padded"),

@@ -112,6 +112,8 @@ def test_public_names() -> None:
         "__version__",
         "add_function_bodies",
         "function_body",
+        "moe_grouped_matmul",
+        "moe_grouped_matmul_weight_grad",
         "moe_init_routing_v2",
         "moe_init_routing_v2_grad",
         "moe_token_unpermute_with_routing_map",

@@ -533,6 +533,8 @@ def test_an_input_of_unknown_dtype() -> None:
 def casting(op: str, dtype: str, static: bool) -> tuple[onnx.ModelProto, Any, list[Any]]:
     """The operator in ``dtype`` between casts from and to float32, which every runtime can feed."""
     top_k_ids = np.array([[0, 2], [1, 2], [0, 1]], np.int32)
+    sizes = np.array([2, 0, 4], np.int32)
+    matrices = np.arange(24, dtype=np.float32).reshape(3, 2, 4) % 5 - 2
     calls: dict[str, tuple[dict[str, Any], dict[str, Any], list[Any]]] = {
         INIT: (FEED, {"top_k": 2}, [GRAD_X]),
         UNPERMUTE: (WHOLE, {}, [*oracles.unpermute_grad(*WHOLE.values())]),
@@ -545,6 +547,16 @@ def casting(op: str, dtype: str, static: bool) -> tuple[onnx.ModelProto, Any, li
             {name: WHOLE[name] for name in ("p", "out", "map", "probs")},
             {},
             [*oracles.unpermute(*[WHOLE[name] for name in ("p", "out", "map", "probs")])[:1]],
+        ),
+        "MoeGroupedMatmul": (
+            {"x": rows % 5, "w": matrices, "sizes": sizes},
+            {"transpose_weight": 1},
+            [oracles.grouped_matmul(rows % 5, matrices, sizes, transpose_weight=1)],
+        ),
+        "MoeGroupedMatmulWeightGrad": (
+            {"x": rows % 5, "g": rows[:, :3] % 4, "sizes": sizes},
+            {},
+            [oracles.grouped_matmul_weight_grad(rows % 5, rows[:, :3] % 4, sizes)],
         ),
     }
     feed, attributes, want = calls[op]

@@ -262,7 +262,9 @@ def test_sessions_are_deterministic_at_any_thread_count(op: str, route: str) -> 
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("op", [INIT, INIT_GRAD, UN, UN_GRAD])
+@pytest.mark.parametrize(
+    "op", [INIT, INIT_GRAD, UN, UN_GRAD, "MoeGroupedMatmul", "MoeGroupedMatmulWeightGrad"]
+)
 @pytest.mark.parametrize("route", ROUTES)
 def test_non_contiguous_inputs_work_and_stay_as_they_are(op: str, route: str) -> None:
     if not has_route(op, route):
@@ -275,6 +277,8 @@ def test_non_contiguous_inputs_work_and_stay_as_they_are(op: str, route: str) ->
         INIT_GRAD: [rows, indices],
         UN: [rows, indices, routing_map, probs],
         UN_GRAD: [dy, indices, indices, routing_map, rows, probs],
+        "MoeGroupedMatmul": [rows, ints(rng, 4, 3, 2), np.array([5, 0, 3, 4], np.int32)],
+        "MoeGroupedMatmulWeightGrad": [rows, ints(rng, 12, 2), np.array([5, 0, 3, 4], np.int32)],
     }
     attributes = {"top_k": 2} if op == INIT_GRAD else {}
     want = run(op, "reference", inputs[op], attributes)

@@ -26,6 +26,12 @@ UN_GRAD: Values = {
     "probs": ("float32", ["T", 8]),
 }
 INIT: Values = {"x": ("float32", [6, 16]), "expert_idx": ("int32", [6, 2])}
+GMM: Values = {"x": ("float32", ["N", 16]), "weight": ("float32", [8, 16, 32]), "group_sizes": ("int32", [8])}
+GMM_GRAD: Values = {
+    "x": ("bfloat16", [12, 16]),
+    "grad_y": ("bfloat16", [None, 32]),
+    "group_sizes": ("int32", ["E"]),
+}
 UN: Values = {
     "permuted_tokens": ("bfloat16", [12, 16]),
     "sorted_indices": ("int32", [12]),
@@ -109,6 +115,20 @@ def test_shapes_of_the_forwards() -> None:
         ("INT32", [12]),
         ("FLOAT", [12]),
     ]
+
+
+def test_shapes_of_the_grouped_products() -> None:
+    assert inferred("MoeGroupedMatmul", GMM) == [("FLOAT", ["N", 32])]
+    swapped: Values = {**GMM, "weight": ("float32", [8, 32, 16])}
+    assert inferred("MoeGroupedMatmul", swapped, transpose_weight=1) == [("FLOAT", ["N", 32])]
+    assert inferred("MoeGroupedMatmulWeightGrad", GMM_GRAD) == [("BFLOAT16", ["E", 16, 32])]
+    assert inferred("MoeGroupedMatmulWeightGrad", GMM_GRAD, transpose_weight=1) == [
+        ("BFLOAT16", ["E", 32, 16])
+    ]
+    unknown: Values = {**GMM, "weight": ("float32", None)}
+    assert inferred("MoeGroupedMatmul", unknown) == [("FLOAT", ["N", None])]
+    untold: Values = {**GMM_GRAD, "group_sizes": ("int32", None), "x": ("bfloat16", None)}
+    assert inferred("MoeGroupedMatmulWeightGrad", untold) == [("BFLOAT16", [None, None, 32])]
 
 
 def test_unknown_sizes_and_ranks_stay_unknown() -> None:
@@ -200,6 +220,34 @@ REFUSED = [
         "9",
     ),
     ("capacity", "MoeInitRoutingV2", INIT, {"drop_pad_mode": 1, "expert_num": 4, "expert_capacity": 7}, "7"),
+    ("transpose_weight 2", "MoeGroupedMatmul", GMM, {"transpose_weight": 2}, "got 2"),
+    ("misspelt transpose", "MoeGroupedMatmul", GMM, {"transpose_weights": 1}, "transpose_weight"),
+    ("float transpose", "MoeGroupedMatmul", GMM, {"transpose_weight": 1.0}, "transpose_weight"),
+    ("hidden sizes of a weight", "MoeGroupedMatmul", GMM, {"transpose_weight": 1}, "axis H.*16.*32"),
+    ("experts of a weight", "MoeGroupedMatmul", {**GMM, "group_sizes": ("int32", [9])}, {}, "axis E.*8.*9"),
+    ("2-D weight", "MoeGroupedMatmul", {**GMM, "weight": ("float32", [16, 32])}, {}, "3-D"),
+    (
+        "mixed weight",
+        "MoeGroupedMatmul",
+        {**GMM, "weight": ("float16", [8, 16, 32])},
+        {},
+        "float16|FLOAT16|T",
+    ),
+    ("int64 sizes", "MoeGroupedMatmul", {**GMM, "group_sizes": ("int64", [8])}, {}, "int64"),
+    (
+        "rows without experts",
+        "MoeGroupedMatmulWeightGrad",
+        {**GMM_GRAD, "group_sizes": ("int32", [0])},
+        {},
+        "axis N.*got 12",
+    ),
+    (
+        "rows of a gradient",
+        "MoeGroupedMatmulWeightGrad",
+        {**GMM_GRAD, "grad_y": ("bfloat16", [13, 32])},
+        {},
+        "axis N.*12.*13",
+    ),
     ("no restore_shape", "MoeTokenUnpermuteWithRoutingMap", dict(list(UN.items())[:2]), {}, "restore_shape"),
 ]
 
