@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import oracles
 import pytest
-from routes import ROUTES, run
+from routes import ROUTES, has_route, run
 
 pytestmark = pytest.mark.parity
 
@@ -74,3 +75,71 @@ def test_combine_gradient(route: str, padded: bool, seed: int) -> None:
     )
     assert_close(got[0], d_rows)
     assert_close(got[1], d_probs)
+
+
+def per_group(x: Any, second: Any, sizes: Any, transposed: int) -> Any:
+    """One PyTorch product an expert: of rows and weight (3-D), or of rows and gradients (2-D)."""
+    import torch
+
+    starts = [0, *np.cumsum(sizes).tolist()]
+    parts = list(itertools.pairwise(starts))
+    if second.ndim == 3:
+        right = second.transpose(1, 2) if transposed else second
+        return torch.cat([x[a:b] @ right[e] for e, (a, b) in enumerate(parts)])
+    stack = torch.stack([x[a:b].T @ second[a:b] for a, b in parts])
+    return stack.transpose(1, 2) if transposed else stack
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("transposed", [0, 1])
+def test_grouped_products(route: str, transposed: int) -> None:
+    """Forward, and both gradients as autograd makes them of the loop over experts."""
+    import torch
+
+    if not has_route("MoeGroupedMatmul", route):
+        return
+    rng = np.random.default_rng(transposed)
+    sizes = np.array([17, 0, 40, 7], np.int32)
+    x = torch.tensor(rng.standard_normal((64, 24), np.float32), requires_grad=True)
+    shape = (4, 16, 24) if transposed else (4, 24, 16)
+    weight = torch.tensor(rng.standard_normal(shape, np.float32), requires_grad=True)
+    y = per_group(x, weight, sizes, transposed)
+    grad = torch.tensor(rng.standard_normal(y.shape, np.float32))
+    d_x, d_weight = torch.autograd.grad(y, (x, weight), grad)
+    rows, matrices, g = x.detach().numpy(), weight.detach().numpy(), grad.numpy()
+    attributes, other = {"transpose_weight": transposed}, {"transpose_weight": 1 - transposed}
+    assert_close(run("MoeGroupedMatmul", route, [rows, matrices, sizes], attributes)[0], y)
+    assert_close(run("MoeGroupedMatmul", route, [g, matrices, sizes], other)[0], d_x)
+    assert_close(run("MoeGroupedMatmulWeightGrad", route, [rows, g, sizes], attributes)[0], d_weight)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("transposed", [0, 1])
+def test_grouped_products_in_bfloat16(route: str, transposed: int) -> None:
+    """PyTorch's own grouped product: both round a float32 sum once, so one bfloat16 step apart at most."""
+    import ml_dtypes
+    import torch
+
+    call = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+    if call is None:
+        pytest.skip("this PyTorch has no grouped product")
+    if not has_route("MoeGroupedMatmul", route):
+        return
+    rng = np.random.default_rng(transposed)
+    sizes = np.array([16, 0, 40, 8], np.int32)  # PyTorch wants strides of 16 bytes
+    bf16 = np.dtype(ml_dtypes.bfloat16)
+    x, g = rng.standard_normal((64, 24)).astype(bf16), rng.standard_normal((64, 16)).astype(bf16)
+    weight = rng.standard_normal((4, 16, 24) if transposed else (4, 24, 16)).astype(bf16)
+    t_x, t_g, t_w = (torch.from_numpy(v.view(np.int16)).view(torch.bfloat16) for v in (x, g, weight))
+    ends = torch.from_numpy(np.cumsum(sizes).astype(np.int32))
+    y = call(t_x, t_w.transpose(1, 2) if transposed else t_w, offs=ends)
+    d_w = call(t_g.T, t_x, offs=ends) if transposed else call(t_x.T, t_g, offs=ends)
+    attributes = {"transpose_weight": transposed}
+    got_y = run("MoeGroupedMatmul", route, [x, weight, sizes], attributes)[0]
+    got_w = run("MoeGroupedMatmulWeightGrad", route, [x, g, sizes], attributes)[0]
+    empty = sizes == 0  # PyTorch leaves the gradient of an empty group unwritten in some versions
+    for got, want, keep in ((got_y, y, slice(None)), (got_w, d_w, ~empty)):
+        a, b = got.astype(np.float64)[keep], want.to(torch.float64).numpy()[keep]
+        # Sums near 0 cancel: there float32's own error counts, not the step.
+        assert (np.abs(a - b) <= np.abs(b) * 2.0**-7 + 40 * 16 * 2.0**-23).all()
+    assert not got_w[empty].astype(np.float64).any()

@@ -66,12 +66,11 @@ def moe_grouped_matmul(x: Any, weight: Any, group_sizes: Any, *, transpose_weigh
         MissingInputError, DtypeError, AttributeValueError, RankError, ShapeError, IndexValueError.
     """
     (rows, weights, sizes), infos = read(SPEC, x, weight, group_sizes)
-    attrs, shapes = SPEC.check(infos, {"transpose_weight": transpose_weight})
+    attrs, _ = SPEC.check(infos, {"transpose_weight": transpose_weight})
     assert rows is not None and weights is not None and sizes is not None
-    assert shapes[0] is not None and shapes[0].shape is not None
     bounds = group_starts(NAME, sizes, len(rows))
     wide = wide_dtype(rows.dtype)
-    y = np.zeros(shapes[0].shape, rows.dtype)  # type: ignore[arg-type]
+    y = np.zeros((len(rows), weights.shape[1 if attrs["transpose_weight"] else 2]), rows.dtype)
     with np.errstate(all="ignore"):  # infinities and NaNs are data here, not accidents
         for expert, (start, end) in enumerate(bounds):
             if start == end:

@@ -61,13 +61,12 @@ def moe_grouped_matmul_weight_grad(
         MissingInputError, DtypeError, AttributeValueError, RankError, ShapeError, IndexValueError.
     """
     (rows, grads, sizes), infos = read(SPEC, x, grad_y, group_sizes)
-    attrs, shapes = SPEC.check(infos, {"transpose_weight": transpose_weight})
+    attrs, _ = SPEC.check(infos, {"transpose_weight": transpose_weight})
     assert rows is not None and grads is not None and sizes is not None
-    assert shapes[0] is not None and shapes[0].shape is not None
     bounds = group_starts(NAME, sizes, len(rows))
     wide = wide_dtype(rows.dtype)
     left, right = (grads, rows) if attrs["transpose_weight"] else (rows, grads)
-    grad_weight = np.zeros(shapes[0].shape, rows.dtype)  # type: ignore[arg-type]
+    grad_weight = np.zeros((len(sizes), left.shape[1], right.shape[1]), rows.dtype)
     with np.errstate(all="ignore"):  # infinities and NaNs are data here, not accidents
         for expert, (start, end) in enumerate(bounds):
             product = left[start:end].T.astype(wide) @ right[start:end].astype(wide)
@@ -104,7 +103,7 @@ _PRODUCTS = """
             $left_wide = Cast <to = $DTYPE> ($left_rows)
             $right_wide = Cast <to = $DTYPE> ($right_rows)
             $product = Gemm <transA = 1> ($left_wide, $right_wide)
-            $narrow = CastLike ($product, x)
+            $narrow = CastLike ($product, left)
         }>
     $grad_weight = Reshape <allowzero = 1> ($products, grad_shape)
 """
