@@ -3,8 +3,12 @@
 Conventions of all bodies: every size is a vector of one element (so that ``Concat`` makes shapes of
 them); ``passed`` is a vector holding 0 that has gone through all checks so far; names are unique in
 the whole body, subgraphs included. Standard ops have no assertion, so a check looks up element 0 of
-``passed``, or element 1, which does not exist and fails the run, where the rule is broken. The name
+``passed``, or a later one, which does not exist and fails the run, where the rule is broken. The name
 of the node, which the runtime prints, says the rule.
+
+At laptop sizes a node costs more than its arithmetic. So what is known when a model is loaded (dtypes,
+ranks, attributes, known sizes) is checked apart from what is not: runtimes fold it to nothing. Sizes
+are compared all at once, and -1 stands for "none" in lookups: it is the last element.
 """
 
 from __future__ import annotations
@@ -35,8 +39,13 @@ def check(rule: str, bad: str, *, before: str, after: str) -> str:
     ``before`` must be a vector of one element, or element 1 would exist.
     """
     return f"""
-    {after}_flag = Cast <to = 7> ({bad})
-    {after} = Gather <axis = 0> ({before}, {after}_flag)  # check: {rule}"""
+    {after}_flag = Cast <to = 7> ({bad})""" + lookup(rule, f"{after}_flag", before, after)
+
+
+def lookup(rule: str, flags: str, before: str, after: str) -> str:
+    """Fail if any of the integers ``flags`` is not 0; they must not be negative."""
+    return f"""
+    {after} = Gather <axis = 0> ({before}, {flags})  # check: {rule}"""
 
 
 def checks(prefix: str, before: str, *rules: tuple[str, str]) -> str:
@@ -47,6 +56,35 @@ def checks(prefix: str, before: str, *rules: tuple[str, str]) -> str:
         text += check(rule, bad, before=before, after=after)
         before = after
     return text
+
+
+def sizes_agree(prefix: str, before: str, *rules: tuple[str, str, str, str]) -> str:
+    """A chain of checks ``(rule, a, b, applies)``: sizes ``a`` and ``b`` are equal if ``applies`` is 1.
+
+    ``applies`` is 0 or 1, sizes are not negative: their exclusive or is 0 where they are equal and
+    positive where they are not. The last check gives ``{prefix}``.
+    """
+    left, right, applies = (", ".join(rule[i] for rule in rules) for i in (1, 2, 3))
+    flags = [f"{prefix}_{number}_differ" for number in range(1, len(rules) + 1)]
+    text = f"""
+    {prefix}_left = Concat <axis = 0> ({left})
+    {prefix}_right = Concat <axis = 0> ({right})
+    {prefix}_applies = Concat <axis = 0> ({applies})
+    {prefix}_all_differ = BitwiseXor ({prefix}_left, {prefix}_right)
+    {prefix}_differ = Mul ({prefix}_all_differ, {prefix}_applies)
+    {", ".join(flags)} = Split <axis = 0, num_outputs = {len(rules)}> ({prefix}_differ)"""
+    for number, (rule, flag) in enumerate(zip(rules, flags, strict=True), 1):
+        after = prefix if number == len(rules) else f"{prefix}_{number}"
+        text += lookup(rule[0], flag, before, after)
+        before = after
+    return text
+
+
+def is_there(out: str, *sizes: str) -> str:
+    """``out`` is the size 1 if any of ``sizes`` is not 0, otherwise the size 0."""
+    return f"""
+    {out}_sizes = Max ({", ".join(sizes)})
+    {out} = Min ({out}_sizes, one)"""
 
 
 def is_not_rank(out: str, tensor: str, rank: str) -> str:
@@ -90,6 +128,17 @@ def coordinates(first: str, second: str, mask: str) -> str:
     {second}_2d = Slice ({first}_pairs, one, two, zero)
     {first} = Reshape ({first}_2d, minus_one)
     {second} = Reshape ({second}_2d, minus_one)"""
+
+
+def in_row_order(out: str, none: str, row: str, values: str) -> str:
+    """``out[p]`` is the one of ``values`` whose ``row`` is p, or ``none``, for p = 0 .. n - 1.
+
+    Reads ``rows_and_none``, n + 1: rows of -1 land on the last element, which is cut off.
+    """
+    return f"""
+    {out}_none = Expand ({none}, rows_and_none)
+    {out}_and_none = ScatterElements <axis = 0> ({out}_none, {row}, {values})
+    {out} = Slice ({out}_and_none, zero, n, zero)"""
 
 
 def with_zero_row(out: str, rows: str, like: str) -> str:

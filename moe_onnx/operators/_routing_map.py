@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_onnx.errors import LimitError, MissingInputError, RoutingMapError, ShapeError
 from moe_onnx.operators._arrays import Array
-from moe_onnx.operators._body import check, coordinates
+from moe_onnx.operators._body import check, coordinates, lookup
 from moe_onnx.spec import Attr, Axes, Shape, TensorInfo, require_same_dtype, show
 
 MAX_TOP_K = 512  # both source documents' limit on experts per token
@@ -115,60 +115,37 @@ BAD_PROBS_DTYPE = """
     bad_probs_dtype = Not (good_probs_dtype)
 """
 
-# ONNX text for check_restore_shape: bad_restore, from the sizes restore (any number) and restored (two).
+# ONNX text for check_restore_shape, from restore (any number of sizes): bad_restore, for lengths other than 0
+# and 2 and sizes below 0; has_restore, restore_tokens and restore_hidden, for sizes_agree.
 RESTORE_SHAPE = """
     restore_len = Shape (restore)
-    no_restore = Equal (restore_len, zero)
-    good_len = Equal (restore_len, two)
-    restore_long = Concat <axis = 0> (restore, restored, restored)
-    restore_head = Slice (restore_long, zero, two, zero)
-    restored_head = Slice (restored, zero, two, zero)
-    equal_sizes = Equal (restore_head, restored_head)
-    equal_long = Cast <to = 7> (equal_sizes)
-    all_equal = ReduceMin <keepdims = 1> (equal_long)
-    good_sizes = Equal (all_equal, one)
-    good_restore = And (good_len, good_sizes)
-    right_restore = Or (no_restore, good_restore)
-    bad_restore = Not (right_restore)
+    restore_padded = Concat <axis = 0> (restore, zero, zero)
+    restore_head = Slice (restore_padded, zero, two, zero)
+    restore_sizes = Max (restore_head, zero)
+    restore_below = Less (restore_head, zero)
+    restore_below_long = Cast <to = 7> (restore_below)
+    restore_any_below = ReduceMax <keepdims = 1> (restore_below_long)
+    restore_negative = Equal (restore_any_below, one)
+    restore_wrong = BitwiseXor (restore_len, two)
+    restore_misfit = Min (restore_len, restore_wrong)
+    restore_bad_len = Greater (restore_misfit, zero)
+    bad_restore = Or (restore_bad_len, restore_negative)
+    has_restore = Min (restore_len, one)
+    restore_tokens = Slice (restore_sizes, zero, one, zero)
+    restore_hidden = Slice (restore_sizes, one, two, zero)
 """
 
-# ONNX text for slot_cells and row_cells. They read selected [T, E], num_experts, num_cells and
-# whether their form is asked for (is_slot_form, is_row_form); a slot
-# or row without a pair has the cell num_cells = T*E, one past the last.
-SLOT_CELLS = (
-    """
-    axis_1 = Constant <value_int = 1> ()
-    selected_int = Cast <to = 6> (selected)
-    running_int = CumSum (selected_int, axis_1)
-    running = Cast <to = 7> (running_int)
-"""
-    + coordinates("pair_token", "pair_expert", "selected")
-    + """
-    pair_start = Mul (pair_token, num_experts)
-    pair_cell = Add (pair_start, pair_expert)
-    running_flat = Reshape (running, minus_one)
-    pair_count = Gather <axis = 0> (running_flat, pair_cell)
-    above_k = Greater (pair_count, k)
-    too_many_experts = And (above_k, is_slot_form)
-"""
-    + check(
-        "routing_map must select at most top_k experts per token",
-        "too_many_experts",
-        before="zero",
-        after="passed_counts",
-    )
-    + """
-    pair_rank = Sub (pair_count, one)
-    pair_slot_start = Mul (pair_token, k)
-    pair_slot_free = Add (pair_slot_start, pair_rank)
-    pair_slot_checked = Add (pair_slot_free, passed_counts)
-    pair_slot = Where (above_k, n, pair_slot_checked)
-    slots_and_none = Add (n, one)
-    no_slot_cell = Expand (num_cells, slots_and_none)
-    slot_cell_and_none = ScatterElements <axis = 0> (no_slot_cell, pair_slot, pair_cell)
-    slot_cell_of_slot = Slice (slot_cell_and_none, zero, n, zero)
-"""
-)
+# ONNX text for slot_cells, by [T, K] instead of by cell. It reads selected [T, E] as 0 and 1, their sum
+# num_selected, and k, which must have been checked. TopK takes equal ones by their position, so expert
+# holds the selected experts of each token, ascending, then others, for which has_expert is 0.
+SLOT_EXPERTS = """
+    has_expert, expert = TopK <axis = 1> (selected, k)
+    num_found = ReduceSum <keepdims = 0> (has_expert)
+    not_found = BitwiseXor (num_selected, num_found)
+""" + lookup("routing_map must select at most top_k experts per token", "not_found", "zero", "passed_experts")
+
+# ONNX text for row_cells: cell_of_row_or_none, at least n cells and behind them num_cells = T*E for none.
+# It reads selected, num_experts, num_cells and not_padded; padded rows do not ask the map.
 ROW_CELLS = (
     """
     selected_by_expert = Transpose <perm = [1, 0]> (selected)
@@ -179,14 +156,9 @@ ROW_CELLS = (
     cell_of_row_free = Add (row_start, row_expert)
     num_pairs = Shape (cell_of_row_free)
     above_n = Greater (num_pairs, n)
-    too_many_pairs = And (above_n, is_row_form)
+    too_many_pairs = And (above_n, not_padded)
 """
-    + check(
-        "routing_map must select at most N pairs",
-        "too_many_pairs",
-        before="zero",
-        after="passed_pairs",
-    )
+    + check("routing_map must select at most N pairs", "too_many_pairs", before="zero", after="passed_pairs")
     + """
     num_left = Sub (n, num_pairs)
     num_without = Max (num_left, zero)

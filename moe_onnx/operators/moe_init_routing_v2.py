@@ -18,12 +18,12 @@ from moe_onnx.operators._body import (
     check,
     checks,
     count_up,
-    is_not,
     is_not_float,
     is_not_int32,
     is_not_rank,
     is_outside,
     precision,
+    sizes_agree,
     with_zero_row,
 )
 from moe_onnx.spec import INDICES, Arg, Attr, Axes, Dim, OpSpec, TensorInfo
@@ -184,9 +184,11 @@ BODY = body(
     is_not_rank("bad_x_rank", "x", "two"),
     is_not_rank("bad_idx_rank", "expert_idx", "two"),
     """
-    bad_active = Less (active_num, zero)
-    bad_capacity = Less (expert_capacity, zero)
     max_rows = Constant <value_ints = [2147483647]> ()
+    bad_active = Less (active_num, zero)
+    is_active = Greater (active_num, zero)
+    active_end = Where (is_active, active_num, max_rows)
+    bad_capacity = Less (expert_capacity, zero)
     experts_below = Less (expert_num, zero)
     experts_above = Greater (expert_num, max_rows)
     bad_experts = Or (experts_below, experts_above)
@@ -219,14 +221,12 @@ BODY = body(
     num_idx = Shape <end = 1> (expert_idx)
     k_or_empty = Shape <start = 1, end = 2> (expert_idx)
     hidden = Shape <start = 1> (x)
-    """,
-    is_not("bad_tokens", "num_tokens", "num_idx"),
-    """
     bad_product = And (is_padded, rows_above)
-    capacity_above = Greater (expert_capacity, num_tokens)
-    has_tokens = Greater (num_tokens, zero)
-    some_capacity_above = And (capacity_above, has_tokens)
-    bad_capacity_above = And (is_padded, some_capacity_above)
+    padded = Cast <to = 7> (is_padded)
+    # Without tokens any capacity will do.
+    some_tokens = Min (num_tokens, one)
+    needed_capacity = Mul (capacity, some_tokens)
+    capacity_or_tokens = Max (needed_capacity, num_tokens)
     """,
     checks(
         "passed",
@@ -244,19 +244,27 @@ BODY = body(
         ("expert_capacity must be positive in drop_pad mode", "bad_no_capacity"),
         ("x must be 2-D", "bad_x_rank"),
         ("expert_idx must be 2-D", "bad_idx_rank"),
-        ("x and expert_idx must have the same number of tokens", "bad_tokens"),
-        ("expert_capacity must be at most the number of tokens", "bad_capacity_above"),
+    ),
+    sizes_agree(
+        "passed_sizes",
+        "passed",
+        ("x and expert_idx must have the same number of tokens", "num_tokens", "num_idx", "one"),
+        (
+            "expert_capacity must be at most the number of tokens",
+            "capacity_or_tokens",
+            "num_tokens",
+            "padded",
+        ),
     ),
     """
     expert_2d = Cast <to = 7> (expert_idx)
     expert_given = Reshape (expert_2d, minus_one)
-    expert_below = Less (expert_given, zero)
-    expert_above = GreaterOrEqual (expert_given, expert_num)
     has_expert_num = Greater (expert_num, zero)
-    expert_beyond = And (expert_above, has_expert_num)
-    bad_expert = Or (expert_below, expert_beyond)
+    no_end = Constant <value_ints = [2147483648]> ()
+    expert_end = Where (has_expert_num, expert_num, no_end)
     """,
-    check("expert_idx must be in range", "bad_expert", before="passed", after="passed_expert"),
+    is_outside("bad_expert", "expert_given", "zero", "expert_end"),
+    check("expert_idx must be in range", "bad_expert", before="passed_sizes", after="passed_expert"),
     """
     expert = Add (expert_given, passed_expert)
     n = Shape (expert)
@@ -267,13 +275,16 @@ BODY = body(
     """
     k_and_one = Concat <axis = 0> (k_or_empty, one)
     k = ReduceMax <keepdims = 1> (k_and_one)
-    # Without expert_num nobody asks for counts; one bin then holds them all.
-    expert_num_or_one = Max (experts, one)
-    last_bin = Sub (expert_num_or_one, one)
-    expert_or_zero = Min (expert, last_bin)
-    counts_none = Expand (zero, expert_num_or_one)
-    ones = Expand (one, n)
-    counts = ScatterElements <axis = 0, reduction = "add"> (counts_none, expert_or_zero, ones)
+    # A size that hangs on the checks: a runtime would make a tensor of it before any of them fails.
+    bins_shape = Add (experts, passed_sizes)
+    counts = If (needs_experts) <
+        then_branch = some_experts () => (bins) {
+            empty_bins = Expand (zero, bins_shape)
+            ones = Expand (one, n)
+            bins = ScatterElements <axis = 0, reduction = "add"> (empty_bins, expert, ones)
+        },
+        else_branch = any_experts () => (no_bins) { no_bins = Expand (zero, zero) }
+    >
     counts_int = Cast <to = 6> (counts)
     expanded_x, expanded_row_idx_long = If (is_padded) <
         then_branch = padded () => (padded_x, padded_index) {
@@ -302,10 +313,7 @@ BODY = body(
             padded_x = Reshape <allowzero = 1> (padded_2d, padded_shape)
         },
         else_branch = dropless () => (dropless_x, dropless_index) {
-            active = Min (active_num, n)
-            is_active = Greater (active_num, zero)
-            num_active = Where (is_active, active, n)
-            kept_order = Slice (order, zero, num_active, zero)
+            kept_order = Slice (order, zero, active_end, zero)
             kept_token = Div (kept_order, k)
             dropless_x = Gather <axis = 0> (x, kept_token)
             no_place = Expand (zero, n)

@@ -17,13 +17,13 @@ from moe_onnx.operators._body import (
     body,
     check,
     checks,
-    is_not,
     is_not_float,
     is_not_int32,
     is_not_rank,
     is_outside,
     per_precision,
     precision,
+    sizes_agree,
     with_zero_row,
 )
 from moe_onnx.spec import INDICES, Arg, Attr, Axes, Dim, OpSpec, TensorInfo
@@ -149,16 +149,12 @@ BODY = body(
     is_limited = Greater (active_num, zero)
     is_active = And (not_padded, is_limited)
     is_masked = Or (is_padded, is_active)
-    n = Shape <end = 1> (expanded_row_idx)
-    k = Max (top_k, one)
-    rest = Mod (n, k)
-    bad_rest = Greater (rest, zero)
-    leading = Shape <end = -1> (grad_expanded_x)
-    num_rows = ReduceProd <keepdims = 1> (leading)
-    active_or_n = Where (is_active, active_num, n)
-    want_rows = Where (is_padded, num_rows, active_or_n)
+    not_masked = Not (is_masked)
+    active = Cast <to = 7> (is_active)
+    dropless = Cast <to = 7> (not_masked)
+    # A size that is compared is not negative; whether it was is checked first.
+    num_active = Max (active_num, zero)
     """,
-    is_not("bad_rows", "num_rows", "want_rows"),
     checks(
         "passed",
         "zero",
@@ -169,8 +165,21 @@ BODY = body(
         ("active_num must not be negative", "bad_active"),
         ("grad_expanded_x must be 2-D, or 3-D in drop_pad mode", "bad_grad_rank"),
         ("expanded_row_idx must be 1-D", "bad_idx_rank"),
-        ("grad_expanded_x must have as many rows as expanded_row_idx or active_num", "bad_rows"),
-        ("top_k must divide the length of expanded_row_idx", "bad_rest"),
+    ),
+    """
+    n = Shape <end = 1> (expanded_row_idx)
+    k = Max (top_k, one)
+    tokens = Div (n, k)
+    token_rows = Mul (tokens, k)
+    leading = Shape <end = -1> (grad_expanded_x)
+    num_rows = ReduceProd <keepdims = 1> (leading)
+    """,
+    sizes_agree(
+        "passed_sizes",
+        "passed",
+        ("grad_expanded_x must have as many rows as expanded_row_idx", "num_rows", "n", "dropless"),
+        ("grad_expanded_x must have active_num rows", "num_rows", "num_active", "active"),
+        ("top_k must divide the length of expanded_row_idx", "token_rows", "n", "one"),
     ),
     """
     # An index is looked up only after its range was checked: Gather wraps -1 to the last row.
@@ -179,30 +188,26 @@ BODY = body(
     high = Where (is_padded, num_rows, n)
     """,
     is_outside("bad_index", "index", "low", "high"),
-    check("expanded_row_idx must be in range", "bad_index", before="passed", after="offset"),
+    check("expanded_row_idx must be in range", "bad_index", before="passed_sizes", after="offset"),
     """
-    # Dropped slots look up a row of zeros behind the last one: chosen, not multiplied, so that a
-    # NaN stays where it is.
-    """,
-    is_outside("dropped", "index", "zero", "num_rows"),
-    """
-    named = Where (dropped, num_rows, index)
-    checked = Add (named, offset)
-    tokens = Div (n, k)
+    checked = Add (index, offset)
     slots_shape = Concat <axis = 0> (tokens, k)
     slots = Reshape <allowzero = 1> (checked, slots_shape)
     hidden = Shape <start = -1> (grad_expanded_x)
     flat_shape = Concat <axis = 0> (num_rows, hidden)
     flat = Reshape <allowzero = 1> (grad_expanded_x, flat_shape)
-    rows = If (is_masked) <
-        then_branch = with_zero_row () => (m_rows) {
+    # Dropped slots look up a row of zeros behind the last one: chosen, not multiplied, so that a
+    # NaN stays where it is. -1 is that row by itself.
+    gathered = If (is_masked) <
+        then_branch = with_zero_row () => (masked_rows) {
     """,
-    with_zero_row("m_rows", "flat", "grad_expanded_x"),
+    with_zero_row("rows_and_zero", "flat", "grad_expanded_x"),
     """
+            named = Min (slots, num_rows)
+            masked_rows = Gather <axis = 0> (rows_and_zero, named)
         },
-        else_branch = as_they_are () => (p_rows) { p_rows = Identity (flat) }
+        else_branch = as_they_are () => (all_rows) { all_rows = Gather <axis = 0> (flat, slots) }
     >
-    gathered = Gather <axis = 0> (rows, slots)
     """,
     per_precision(
         ("grad_x",),

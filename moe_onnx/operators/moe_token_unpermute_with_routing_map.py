@@ -24,15 +24,17 @@ from moe_onnx.operators._body import (
     is_not_map,
     is_not_rank,
     is_outside,
+    is_there,
     per_precision,
     precision,
+    sizes_agree,
     with_zero_row,
 )
 from moe_onnx.operators._routing_map import (
     BAD_PROBS_DTYPE,
     DROP_AND_PAD,
     RESTORE_SHAPE,
-    SLOT_CELLS,
+    SLOT_EXPERTS,
     check_limits,
     check_probs_dtype,
     check_restore_shape,
@@ -188,14 +190,14 @@ def _shapes(inputs: Sequence[TensorInfo | None], attributes: Mapping[str, Any]) 
     ]
 
 
-# Which rows are summed, and with which weights, once per precision. A slot that is left out looks up
-# a row of zeros behind the last row, with weight 0.
+# The sums, once per precision. Unpadded they are products of matrices: a slot that is left out has
+# weight 0 and a row of zeros.
 _SLOT_SUM = """
     $rows = Cast <to = $DTYPE> (slot_rows)
     $weight = Cast <to = $DTYPE> (slot_weight_3d)
-    $terms = Mul ($rows, $weight)
-    $total = ReduceSum <keepdims = 0> ($terms, one)
-    $summed = CastLike ($total, permuted_tokens)
+    $total = MatMul ($weight, $rows)
+    $total_2d = Reshape <allowzero = 1> ($total, restored)
+    $summed = CastLike ($total_2d, permuted_tokens)
 """
 _ROW_SUM = """
     $added_rows = Cast <to = $DTYPE> (permuted_tokens)
@@ -222,132 +224,145 @@ BODY = body(
     is_not_rank("bad_index_rank", "sorted_indices", "one"),
     is_not_rank("bad_map_rank", "routing_map", "two"),
     is_not_rank("bad_probs_rank", "probs", "two"),
-    """
-    restore = Constant <value_ints: ints = @restore_shape> ()
-    """,
     is_outside("bad_pad", "drop_and_pad", "zero", "two"),
     """
     is_padded = Equal (drop_and_pad, one)
     not_padded = Not (is_padded)
-    restore_and_none = Concat <axis = 0> (restore, minus_one)
-    restore_tokens = Slice (restore_and_none, zero, one, zero)
-    map_tokens = Shape <end = 1> (routing_map)
-    map_experts = Shape <start = 1, end = 2> (routing_map)
-    map_sizes = Add (map_tokens, map_experts)
-    has_map = Greater (map_sizes, zero)
-    probs_tokens = Shape <end = 1> (probs)
-    probs_experts = Shape <start = 1, end = 2> (probs)
-    probs_sizes = Add (probs_tokens, probs_experts)
-    has_probs = Greater (probs_sizes, zero)
-    map_or_restore = Where (has_map, map_tokens, restore_tokens)
-    given_tokens = Where (has_probs, probs_tokens, map_or_restore)
-    bad_tokens = Less (given_tokens, zero)
-    num_tokens = Max (given_tokens, zero)
-    bad_map_dtype_given = And (bad_map_dtype, has_map)
-    bad_probs_dtype_given = And (bad_probs_dtype, has_probs)
-    num_experts = Where (has_probs, probs_experts, map_experts)
-    hidden = Shape <start = 1> (permuted_tokens)
-    restored = Concat <axis = 0> (num_tokens, hidden)
+    not_padded_size = Cast <to = 7> (not_padded)
+    restore = Constant <value_ints: ints = @restore_shape> ()
     """,
     RESTORE_SHAPE,
     """
-    map_same_tokens = Equal (map_tokens, num_tokens)
-    map_same_experts = Equal (map_experts, num_experts)
-    map_same = And (map_same_tokens, map_same_experts)
-    map_different = Not (map_same)
-    bad_map = And (map_different, has_map)
-    no_map = Not (has_map)
-    probs_alone = And (has_probs, no_map)
-    bad_alone = And (probs_alone, not_padded)
+    map_tokens = Shape <end = 1> (routing_map)
+    map_experts = Shape <start = 1, end = 2> (routing_map)
+    probs_tokens = Shape <end = 1> (probs)
+    probs_experts = Shape <start = 1, end = 2> (probs)
+    num_tokens = Max (map_tokens, probs_tokens, restore_tokens)
+    num_experts = Max (map_experts, probs_experts)
+    hidden = Shape <start = 1> (permuted_tokens)
     n = Shape <end = 1> (sorted_indices)
     num_rows = Shape <end = 1> (permuted_tokens)
-    some_tokens = Max (num_tokens, one)
-    k = Div (n, some_tokens)
-    token_rows = Mul (k, num_tokens)
-    some_experts = Max (num_experts, one)
-    capacity = Div (n, some_experts)
-    expert_rows = Mul (capacity, num_experts)
-    """,
-    is_not("uneven_tokens", "token_rows", "n"),
-    is_not("uneven_experts", "expert_rows", "n"),
-    is_not("rows_not_n", "num_rows", "n"),
-    """
-    bad_k_tokens = And (uneven_tokens, not_padded)
-    is_padded_probs = And (is_padded, has_probs)
-    bad_experts = And (uneven_experts, is_padded_probs)
-    capacity_above = Greater (capacity, num_tokens)
-    bad_capacity = And (capacity_above, is_padded_probs)
-    max_top_k = Constant <value_ints = [512]> ()
-    k_above_max = Greater (k, max_top_k)
-    k_above_experts = Greater (k, num_experts)
-    k_above = Or (k_above_max, k_above_experts)
-    k_with_probs = And (k_above, has_probs)
-    bad_k = And (k_with_probs, not_padded)
-    selected = Cast <to = 9> (routing_map)
-    selected_long = Cast <to = 7> (selected)
-    num_selected = ReduceSum <keepdims = 1> (selected_long)
-    num_selected_1 = Reshape (num_selected, one)
-    is_selected_rows = Equal (num_rows, num_selected_1)
-    unpadded_map = And (has_map, not_padded)
-    is_head = And (is_selected_rows, unpadded_map)
-    not_head = Not (is_head)
-    bad_num_rows = And (rows_not_n, not_head)
+    restored = Concat <axis = 0> (num_tokens, hidden)
     """,
     checks(
         "passed",
         "zero",
-        ("routing_map is missing although probs is given", "bad_alone"),
-        ("routing_map, probs and restore_shape are all missing", "bad_tokens"),
         ("permuted_tokens must be float16, bfloat16, float32 or float64", "bad_rows_dtype"),
         ("sorted_indices must be int32", "bad_index_dtype"),
-        ("routing_map must be bool or int8", "bad_map_dtype_given"),
-        (
-            "probs must have the dtype of permuted_tokens, or float32 beside bfloat16",
-            "bad_probs_dtype_given",
-        ),
         ("drop_and_pad must be 0 or 1", "bad_pad"),
         ("permuted_tokens must be 2-D", "bad_rows_rank"),
         ("sorted_indices must be 1-D", "bad_index_rank"),
         ("routing_map must be 2-D", "bad_map_rank"),
         ("probs must be 2-D", "bad_probs_rank"),
         ("restore_shape must be the shape of unpermuted_tokens", "bad_restore"),
-        ("routing_map and probs must both be [T, E]", "bad_map"),
-        ("tokens must divide the length of sorted_indices", "bad_k_tokens"),
-        ("experts must divide the length of sorted_indices when padded", "bad_experts"),
-        ("permuted_tokens must have a row for every slot or every selected pair", "bad_num_rows"),
-        ("top_k must be at most 512 and the number of experts", "bad_k"),
-        ("capacity must be at most the number of tokens", "bad_capacity"),
+    ),
+    is_there("has_map", "map_tokens", "map_experts"),
+    is_there("has_probs", "probs_tokens", "probs_experts"),
+    """
+    has_any = Max (has_map, has_probs, has_restore)
+    probs_if_padded = Mul (has_probs, drop_and_pad)
+    probs_if_unpadded = Mul (has_probs, not_padded_size)
+    map_dtype = Cast <to = 7> (bad_map_dtype)
+    probs_dtype = Cast <to = 7> (bad_probs_dtype)
+    some_tokens = Max (num_tokens, one)
+    k_free = Div (n, some_tokens)
+    token_rows = Mul (k_free, num_tokens)
+    some_experts = Max (num_experts, one)
+    capacity = Div (n, some_experts)
+    expert_rows = Mul (capacity, num_experts)
+    max_top_k = Constant <value_ints = [512]> ()
+    k_limit = Min (num_experts, max_top_k)
+    k_or_limit = Max (k_free, k_limit)
+    capacity_or_tokens = Max (capacity, num_tokens)
+    selected_bool = Cast <to = 9> (routing_map)
+    selected = Cast <to = 7> (selected_bool)
+    num_selected = ReduceSum <keepdims = 0> (selected)
+    rows_beside_n = BitwiseXor (num_rows, n)
+    rows_beside_selected = BitwiseXor (num_rows, num_selected)
+    no_map = Sub (one, has_map)
+    rows_beside_head = Max (rows_beside_selected, no_map, drop_and_pad)
+    rows_beside = Min (rows_beside_n, rows_beside_head)
+    """,
+    sizes_agree(
+        "passed_sizes",
+        "passed",
+        ("routing_map is missing although probs is given", "has_map", "one", "probs_if_unpadded"),
+        ("routing_map, probs and restore_shape are all missing", "has_any", "one", "one"),
+        ("routing_map must be bool or int8", "map_dtype", "zero", "has_map"),
+        (
+            "probs must have the dtype of permuted_tokens, or float32 beside bfloat16",
+            "probs_dtype",
+            "zero",
+            "has_probs",
+        ),
+        ("routing_map must be [T, E]", "map_tokens", "num_tokens", "has_map"),
+        ("probs must be [T, E]", "probs_tokens", "num_tokens", "has_probs"),
+        ("routing_map must have the experts of probs", "map_experts", "num_experts", "has_map"),
+        ("probs must have the experts of routing_map", "probs_experts", "num_experts", "has_probs"),
+        (
+            "restore_shape must have the tokens of unpermuted_tokens",
+            "restore_tokens",
+            "num_tokens",
+            "has_restore",
+        ),
+        (
+            "restore_shape must have the hidden size of unpermuted_tokens",
+            "restore_hidden",
+            "hidden",
+            "has_restore",
+        ),
+        ("tokens must divide the length of sorted_indices", "token_rows", "n", "not_padded_size"),
+        (
+            "experts must divide the length of sorted_indices when padded",
+            "expert_rows",
+            "n",
+            "probs_if_padded",
+        ),
+        (
+            "permuted_tokens must have a row for every slot or every selected pair",
+            "rows_beside",
+            "zero",
+            "one",
+        ),
+        ("top_k must be at most 512 and the number of experts", "k_or_limit", "k_limit", "probs_if_unpadded"),
+        (
+            "capacity must be at most the number of tokens",
+            "capacity_or_tokens",
+            "num_tokens",
+            "probs_if_padded",
+        ),
     ),
     """
     # An index is looked up only after its range was checked: Gather wraps -1 to the last row.
+    k = Add (k_free, passed_sizes)
     index_given = Cast <to = 7> (sorted_indices)
     low = Sub (drop_and_pad, one)
     high = Where (is_padded, num_tokens, num_rows)
     """,
     is_outside("bad_index", "index_given", "low", "high"),
-    check("sorted_indices must be in range", "bad_index", before="passed", after="passed_index"),
+    check("sorted_indices must be in range", "bad_index", before="passed_sizes", after="passed_index"),
     """
     index = Add (index_given, passed_index)
-    """,
-    count_up("slot", "n"),
-    """
-    probs_shape = Shape (probs)
-    num_cells = ReduceProd <keepdims = 1> (probs_shape)
-    probs_flat = Reshape (probs, minus_one)
-    zero_f32 = ConstantOfShape (one)
-    zero_prob = CastLike (zero_f32, probs)
-    probs_and_none = Concat <axis = 0> (probs_flat, zero_prob)
+    unit = Constant <value = double {1.0}> ()
+    no_weight = Constant <value = double {0.0}> ()
     unpermuted_tokens, out_index, permute_token_id, permute_probs = If (is_padded) <
         then_branch = padded () => (padded_sum, padded_out_index, padded_token_id, padded_probs) {
             some_capacity = Max (capacity, one)
+    """,
+    count_up("slot", "n"),
+    """
             row_expert = Div (slot, some_capacity)
             row_start = Mul (index, num_experts)
             row_cell_all = Add (row_start, row_expert)
-            row_cell = Where (has_probs, row_cell_all, num_cells)
+            is_weighted = Cast <to = 9> (has_probs)
+            probs_flat = Reshape (probs, minus_one)
+            no_prob_f32 = ConstantOfShape (one)
+            no_prob = CastLike (no_prob_f32, probs)
+            probs_and_none = Concat <axis = 0> (probs_flat, no_prob)
+            row_cell = Where (is_weighted, row_cell_all, minus_one)
             row_prob = Gather <axis = 0> (probs_and_none, row_cell)
             row_prob_long = Cast <to = 11> (row_prob)
-            unit = Constant <value = double {1.0}> ()
-            row_weight = Where (has_probs, row_prob_long, unit)
+            row_weight = Where (is_weighted, row_prob_long, unit)
             row_weight_2d = Unsqueeze (row_weight, one)
             rows_shape = Shape (permuted_tokens)
             index_2d = Unsqueeze (index, one)
@@ -359,43 +374,68 @@ BODY = body(
             sorted_token, order = TopK <largest = 0> (index, n)
             padded_out_index = Cast <to = 6> (order)
             padded_token_id = Cast <to = 6> (sorted_token)
-            padded_count = Where (has_probs, n, zero)
+            padded_count = Mul (n, has_probs)
             padded_probs = Slice (row_prob, zero, padded_count, zero)
         },
         else_branch = unpadded () => (unpadded_sum, unpadded_out_index, unpadded_token_id, unpadded_probs) {
-            is_slot_form = And (has_probs, not_padded)
-    """,
-    SLOT_CELLS,
-    """
-            no_cell = Expand (num_cells, n)
-            slot_cell = Where (has_probs, slot_cell_of_slot, no_cell)
-            slot_prob = Gather <axis = 0> (probs_and_none, slot_cell)
-            slot_prob_long = Cast <to = 11> (slot_prob)
-            zero_long = Constant <value = double {0.0}> ()
-            slot_unit = Constant <value = double {1.0}> ()
-            is_zero = Equal (slot_prob_long, zero_long)
-            is_out = And (is_zero, has_probs)
-            is_dropped = Less (index, zero)
-            is_left_out = Or (is_out, is_dropped)
-            slot_factor = Where (has_probs, slot_prob_long, slot_unit)
-            slot_weight = Where (is_left_out, zero_long, slot_factor)
-            slot_row = Where (is_left_out, num_rows, index)
             slots_shape = Concat <axis = 0> (num_tokens, k)
-            slot_row_2d = Reshape <allowzero = 1> (slot_row, slots_shape)
-            slots_shape_1 = Concat <axis = 0> (num_tokens, k, one)
-            slot_weight_3d = Reshape <allowzero = 1> (slot_weight, slots_shape_1)
+            slot_index = Reshape <allowzero = 1> (index, slots_shape)
+            # Branches hang on what is known at run time only: of a branch that a runtime inlines it
+            # forgets the names of the nodes, which are the rules.
+            is_named = GreaterOrEqual (slot_index, zero)
+            named_long = Cast <to = 7> (is_named)
+            num_named = ReduceSum <keepdims = 0> (named_long)
+            late_zero = Mul (num_named, zero)
+            has_probs_late = Add (has_probs, late_zero)
+            has_probs_now = Cast <to = 9> (has_probs_late)
+            slot_row, slot_weight, unpadded_probs = If (has_probs_now) <
+                then_branch = weighted () => (weighted_row, weighted_weight, weighted_probs) {
+    """,
+    SLOT_EXPERTS,
+    """
+                    expert_prob = GatherElements <axis = 1> (probs, expert)
+                    is_selected = Cast <to = 9> (has_expert)
+                    expert_prob_long = Cast <to = 11> (expert_prob)
+                    slot_prob = Where (is_selected, expert_prob_long, no_weight)
+                    # Left out, not multiplied by 0: a NaN in the row of an expert without weight
+                    # stays there.
+                    has_weight = Cast <to = 9> (slot_prob)
+                    is_live = And (has_weight, is_named)
+                    weighted_row_free = Where (is_live, slot_index, minus_one)
+                    weighted_row = Add (weighted_row_free, passed_experts)
+                    weighted_weight = Where (is_live, slot_prob, no_weight)
+                    slot_prob_flat = Reshape (slot_prob, minus_one)
+                    weighted_probs = CastLike (slot_prob_flat, probs)
+                },
+                else_branch = unweighted () => (unweighted_row, unweighted_weight, unweighted_probs) {
+                    unweighted_row = Identity (slot_index)
+                    unweighted_weight = Expand (unit, slots_shape)
+                    unweighted_probs = Reshape (probs, minus_one)
+                }
+            >
+            slot_weight_3d = Unsqueeze (slot_weight, one)
+            is_left_out = Less (slot_row, zero)
+            left_out_long = Cast <to = 7> (is_left_out)
+            num_left_out = ReduceSum <keepdims = 0> (left_out_long)
+            some_left_out = Cast <to = 9> (num_left_out)
+            # A row of zeros behind the last costs a copy of all rows: only where one is looked up.
+            slot_rows = If (some_left_out) <
+                then_branch = with_zero_row () => (some_rows) {
     """,
     with_zero_row("rows_and_zero", "permuted_tokens", "permuted_tokens"),
     """
-            slot_rows = Gather <axis = 0> (rows_and_zero, slot_row_2d)
+                    some_rows = Gather <axis = 0> (rows_and_zero, slot_row)
+                },
+                else_branch = as_they_are () => (all_rows) {
+                    all_rows = Gather <axis = 0> (permuted_tokens, slot_row)
+                }
+            >
     """,
     per_precision(("summed",), "precision", _SLOT_SUM),
     """
             unpadded_sum = Identity (summed)
             unpadded_out_index = Identity (sorted_indices)
             unpadded_token_id = Identity (sorted_indices)
-            unpadded_count = Where (has_probs, n, zero)
-            unpadded_probs = Slice (slot_prob, zero, unpadded_count, zero)
         }
     >
     """,

@@ -19,14 +19,17 @@ from moe_onnx.operators._body import (
     check,
     checks,
     count_up,
+    in_row_order,
     is_not,
     is_not_float,
     is_not_int32,
     is_not_map,
     is_not_rank,
     is_outside,
+    is_there,
     per_precision,
     precision,
+    sizes_agree,
     with_zero_row,
 )
 from moe_onnx.operators._routing_map import (
@@ -34,7 +37,7 @@ from moe_onnx.operators._routing_map import (
     DROP_AND_PAD,
     RESTORE_SHAPE,
     ROW_CELLS,
-    SLOT_CELLS,
+    SLOT_EXPERTS,
     check_limits,
     check_probs_dtype,
     check_restore_shape,
@@ -279,108 +282,136 @@ def _given(info: TensorInfo | None, present: bool) -> TensorInfo | None:
     return info if present or presence(info) is not False else None
 
 
-# The part that touches whole rows, once per precision.
-_ROWS = """
+def _dots(name: str, grad: str) -> str:
+    """Row by row sums of products, as a product of matrices: nothing as large as the rows is made."""
+    return f"""
+    ${name}_left = Reshape <allowzero = 1> ({grad}, rows_shape)
+    ${name}_right = Reshape <allowzero = 1> ($permuted, rows_shape)
+    ${name}_turned = Transpose <perm = [0, 2, 1]> (${name}_right)
+    ${name}_3d = MatMul (${name}_left, ${name}_turned)
+    ${name} = Reshape (${name}_3d, minus_one)"""
+
+
+# The part that touches whole rows, once per precision. Copying the head of the rows costs as much as
+# their products, so that is done only where permuted_tokens has fewer.
+_ROWS = f"""
     $grad = Cast <to = $DTYPE> (moved)
     $weight = Cast <to = $DTYPE> (weight)
     $product = Mul ($grad, $weight)
     $rows_out = CastLike ($product, unpermuted_tokens_grad)
-    $permuted = Cast <to = $DTYPE> (permuted_rows)
-    $head = Slice ($grad, zero, num_permuted, zero)
-    $pairs = Mul ($head, $permuted)
-    $dots = ReduceSum <keepdims = 0> ($pairs, one)
+    $permuted = Cast <to = $DTYPE> (permuted_tokens)
+    $dots = If (all_rows) <
+        then_branch = $all () => ($dots_all) {{{_dots("dots_all", "$grad")}
+        }},
+        else_branch = $some () => ($dots_some) {{
+            $head = Slice ($grad, zero, num_permuted, zero){_dots("dots_some", "$head")}
+        }}
+    >
     $zero_f32 = ConstantOfShape (one)
     $zero_dot = Cast <to = $DTYPE> ($zero_f32)
     $dots_zero = Concat <axis = 0> ($dots, $zero_dot)
-    $cells = Gather <axis = 0> ($dots_zero, cell_row)
+    $cells = Gather <axis = 0> ($dots_zero, row_of_cell)
     $cells_out = CastLike ($cells, probs)
 """
 
-_WITH_PROBS = (
-    is_not("bad_probs_tokens", "probs_tokens", "num_tokens"),
-    is_not("bad_map_experts", "map_experts", "num_experts"),
+
+def _given_token(prefix: str) -> str:
+    """The token that permute_token_id names for each slot, 0 for skipped slots; checked."""
+    return (
+        f"""
+    {prefix}_is_named = GreaterOrEqual (index, zero)
+    {prefix}_named = Where ({prefix}_is_named, given_token, zero)
     """
-    cells_shape = Concat <axis = 0> (num_tokens, num_experts)
-    some_experts = Max (num_experts, one)
-    capacity = Div (n, some_experts)
-    expert_rows = Mul (capacity, num_experts)
+        + is_outside(f"{prefix}_outside", f"{prefix}_named", "zero", "num_tokens")
+        + f"""
+    {prefix}_bad = And ({prefix}_is_named, {prefix}_outside)
+    """
+        + check("permute_token_id must be in range", f"{prefix}_bad", before="zero", after=f"{prefix}_passed")
+        + f"""
+    {prefix} = Add ({prefix}_named, {prefix}_passed)
+    """
+    )
+
+
+# Each form says which token every row copies (num_tokens for none), with which weight, and which row
+# every cell of probs_grad takes its sum from (-1 for none). Slots that stand for no cell name no row:
+# that row stays zero even where dY is NaN.
+_SLOT_FORM = (
+    SLOT_EXPERTS,
+    """
+    slots_shape = Concat <axis = 0> (num_tokens, k)
+    slot_index = Reshape <allowzero = 1> (index, slots_shape)
+    index_plus_one = Add (slot_index, one)
+    row_plus_one = Mul (index_plus_one, has_expert)
+    row_free = Sub (row_plus_one, one)
+    row_2d = Add (row_free, passed_experts)
+    row = Reshape (row_2d, minus_one)
     """,
-    is_not("uneven_experts", "expert_rows", "n"),
+    in_row_order("slot_of_row", "n", "row", "slot"),
     """
-    bad_experts = And (is_padded, uneven_experts)
-    capacity_above = Greater (capacity, num_tokens)
-    bad_capacity = And (is_padded, capacity_above)
-    max_top_k = Constant <value_ints = [512]> ()
-    k_above = Greater (k, max_top_k)
-    bad_k = And (not_padded, k_above)
-    k_many = Greater (k, num_experts)
-    bad_k_experts = And (not_padded, k_many)
+    # No slot is slot n, of token n / k, the row of zeros behind dY.
+    slot_token = Div (slot_of_row, some_k)
+    slot_prob_2d = GatherElements <axis = 1> (probs, expert)
+    slot_prob = Reshape (slot_prob_2d, minus_one)
+    slot_prob_and_none = Concat <axis = 0> (slot_prob, no_prob)
+    slot_weight = Gather <axis = 0> (slot_prob_and_none, slot_of_row)
+    slot_no_row = Expand (minus_one, cells_shape)
+    slot_row_of_cell = ScatterElements <axis = 1> (slot_no_row, expert, row_2d)
     """,
-    checks(
-        "passed_sizes",
-        "passed",
-        ("probs must be [T, E]", "bad_probs_tokens"),
-        ("routing_map must be [T, E]", "bad_map_experts"),
-        ("experts must divide the length of out_index when padded", "bad_experts"),
-        ("top_k must be at most 512", "bad_k"),
-        ("top_k must be at most the number of experts", "bad_k_experts"),
-        ("capacity must be at most the number of tokens", "bad_capacity"),
-    ),
+)
+_OTHER_FORMS = (
+    _given_token("token"),
+    ROW_CELLS,
     """
-    num_cells_free = ReduceProd <keepdims = 1> (cells_shape)
-    num_cells = Add (num_cells_free, passed_sizes)
+    row_form_cell = Gather <axis = 0> (cell_of_row_or_none, index)
     some_capacity = Max (capacity, one)
-    slot_expert = Div (index, some_capacity)
+    index_expert = Div (index, some_capacity)
     token_start = Mul (token, num_experts)
-    padded_cell = Add (token_start, slot_expert)
-    not_slot_form = Not (is_slot_form)
-    is_row_form = And (not_padded, not_slot_form)
+    padded_cell = Add (token_start, index_expert)
+    cell = Where (is_padded, padded_cell, row_form_cell)
+    has_cell = Less (cell, num_cells)
+    live_row = Where (has_cell, index, minus_one)
+    """,
+    in_row_order("given_token_of_row", "num_tokens", "live_row", "token"),
+    in_row_order("cell_of_row", "num_cells", "live_row", "cell"),
     """
-    + SLOT_CELLS
-    + ROW_CELLS
-    + """
-    # All three forms are made, and one is taken: runtimes stumble over branches in branches.
-    row_form_cell = Gather <axis = 0> (cell_of_row_or_none, row)
-    unpadded_cell = Where (is_slot_form, slot_cell_of_slot, row_form_cell)
-    slot_cell = Where (is_padded, padded_cell, unpadded_cell)
-    # Slots without a cell name no row: that row stays zero even where dY is NaN.
-    has_cell = Less (slot_cell, num_cells)
-    live_row = Where (has_cell, row, n)
-    is_live = Less (live_row, n)
-    live_cell = Where (is_live, slot_cell, num_cells)
-    rows_and_none = Add (n, one)
-    all_none_token = Expand (num_tokens, rows_and_none)
-    token_of_row_and_none = ScatterElements <axis = 0> (all_none_token, live_row, token)
-    token_of_row = Slice (token_of_row_and_none, zero, n, zero)
-    all_none_cell = Expand (num_cells, rows_and_none)
-    cell_of_row_and_none = ScatterElements <axis = 0> (all_none_cell, live_row, live_cell)
-    cell_of_row = Slice (cell_of_row_and_none, zero, n, zero)
+    prob = Reshape (probs, minus_one)
+    prob_and_none = Concat <axis = 0> (prob, no_prob)
+    given_weight = Gather <axis = 0> (prob_and_none, cell_of_row)
     # If two slots stand for one cell, the last one counts.
     cells_and_none = Add (num_cells, one)
     no_slot = Expand (minus_one, cells_and_none)
-    last_slot = ScatterElements <axis = 0, reduction = "max"> (no_slot, live_cell, slot)
-    is_untouched = Less (last_slot, zero)
-    last_slot_or_n = Where (is_untouched, n, last_slot)
-    row_of_slot_and_none = Concat <axis = 0> (live_row, n)
-    cell_row_wide = Gather <axis = 0> (row_of_slot_and_none, last_slot_or_n)
-    cell_row_all = Min (cell_row_wide, num_permuted)
-    cell_row = Slice (cell_row_all, zero, num_cells, zero)
-    probs_flat = Reshape (probs, minus_one)
-    probs_none_f32 = ConstantOfShape (one)
-    probs_none = CastLike (probs_none_f32, probs)
-    probs_and_none = Concat <axis = 0> (probs_flat, probs_none)
-    weight_flat = Gather <axis = 0> (probs_and_none, cell_of_row)
+    last_slot_and_none = ScatterElements <axis = 0, reduction = "max"> (no_slot, cell, slot)
+    last_slot = Slice (last_slot_and_none, zero, num_cells, zero)
+    live_row_and_none = Concat <axis = 0> (live_row, minus_one)
+    row_of_cell_flat = Gather <axis = 0> (live_row_and_none, last_slot)
+    given_row_of_cell = Reshape <allowzero = 1> (row_of_cell_flat, cells_shape)
+    """,
+)
+
+_WITH_PROBS = (
+    """
+    num_cells = Mul (num_tokens, num_experts)
+    cells_shape = Concat <axis = 0> (num_tokens, num_experts)
+    no_prob_f32 = ConstantOfShape (one)
+    no_prob = CastLike (no_prob_f32, probs)
+    token_of_row, weight_flat, row_of_cell = If (is_slot_form) <
+        then_branch = slot_form () => (slot_token, slot_weight, slot_row_of_cell) {""",
+    *_SLOT_FORM,
+    """
+        },
+        else_branch = other_forms () => (given_token_of_row, given_weight, given_row_of_cell) {""",
+    *_OTHER_FORMS,
+    """
+        }
+    >
     weight = Unsqueeze (weight_flat, one)
     moved = Gather <axis = 0> (grad_and_zero, token_of_row)
-    # No change where probs are given. Where they are not, this branch is dead, but its static shapes
-    # are compared all the same when a runtime loads it.
-    permuted_shape = Concat <axis = 0> (num_permuted, hidden)
-    permuted_rows = Reshape <allowzero = 1> (permuted_tokens, permuted_shape)
     """,
     per_precision(("rows_out", "cells_out"), "precision", _ROWS),
     """
     with_rows = Identity (rows_out)
-    with_probs_grad = Reshape <allowzero = 1> (cells_out, cells_shape)
+    with_probs_grad = Identity (cells_out)
     """,
 )
 
@@ -408,57 +439,13 @@ BODY = body(
     """
     is_padded = Equal (drop_and_pad, one)
     not_padded = Not (is_padded)
-    num_tokens = Shape <end = 1> (unpermuted_tokens_grad)
-    hidden = Shape <start = 1> (unpermuted_tokens_grad)
-    n = Shape <end = 1> (out_index)
-    n_token = Shape <end = 1> (permute_token_id)
-    some_tokens = Max (num_tokens, one)
-    k = Div (n, some_tokens)
-    token_rows = Mul (k, num_tokens)
-    num_experts = Shape <start = 1, end = 2> (probs)
-    probs_tokens = Shape <end = 1> (probs)
-    probs_sizes = Add (probs_tokens, num_experts)
-    has_probs = Greater (probs_sizes, zero)
-    map_tokens = Shape <end = 1> (routing_map)
-    map_experts = Shape <start = 1, end = 2> (routing_map)
-    map_sizes = Add (map_tokens, map_experts)
-    has_map_sizes = Greater (map_sizes, zero)
-    has_map = Or (has_map_sizes, has_probs)
-    permuted_hidden = Shape <start = 1> (permuted_tokens)
-    num_permuted = Shape <end = 1> (permuted_tokens)
-    permuted_sizes = Add (num_permuted, permuted_hidden)
-    has_permuted_sizes = Greater (permuted_sizes, zero)
-    has_permuted = Or (has_permuted_sizes, has_probs)
-    bad_map_dtype_given = And (bad_map_dtype, has_map)
-    bad_permuted_dtype_given = And (bad_permuted_dtype, has_permuted)
-    bad_probs_dtype_given = And (bad_probs_dtype, has_probs)
-    """,
-    is_not("other_map_tokens", "map_tokens", "num_tokens"),
-    is_not("other_permuted_hidden", "permuted_hidden", "hidden"),
-    """
-    bad_map_tokens = And (other_map_tokens, has_map)
-    bad_permuted_hidden = And (other_permuted_hidden, has_permuted)
-    all_rows = Equal (num_permuted, n)
-    selected = Cast <to = 9> (routing_map)
-    selected_long = Cast <to = 7> (selected)
-    num_selected = ReduceSum <keepdims = 1> (selected_long)
-    num_selected_1 = Reshape (num_selected, one)
-    is_head = Equal (num_permuted, num_selected_1)
-    is_head_unpadded = And (is_head, not_padded)
-    good_permuted_rows = Or (all_rows, is_head_unpadded)
-    other_permuted_rows = Not (good_permuted_rows)
-    bad_permuted_rows = And (other_permuted_rows, has_permuted)
-    """,
-    is_not("bad_lengths", "n", "n_token"),
-    is_not("uneven_tokens", "token_rows", "n"),
-    """
-    bad_tokens = And (not_padded, uneven_tokens)
+    not_padded_size = Cast <to = 7> (not_padded)
     restore = Constant <value_ints: ints = @restore_shape> ()
-    restored = Shape (unpermuted_tokens_grad)
     """,
     RESTORE_SHAPE,
     """
     bad_padded_restore = And (bad_restore, is_padded)
+    padded_restore = Mul (has_restore, drop_and_pad)
     """,
     checks(
         "passed",
@@ -466,15 +453,6 @@ BODY = body(
         ("unpermuted_tokens_grad must be float16, bfloat16, float32 or float64", "bad_grad_dtype"),
         ("out_index must be int32", "bad_index_dtype"),
         ("permute_token_id must be int32", "bad_token_dtype"),
-        ("routing_map must be bool or int8", "bad_map_dtype_given"),
-        (
-            "permuted_tokens must have the dtype of unpermuted_tokens_grad",
-            "bad_permuted_dtype_given",
-        ),
-        (
-            "probs must have the dtype of unpermuted_tokens_grad, or float32 beside bfloat16",
-            "bad_probs_dtype_given",
-        ),
         ("drop_and_pad must be 0 or 1", "bad_pad"),
         ("unpermuted_tokens_grad must be 2-D", "bad_grad_rank"),
         ("out_index must be 1-D", "bad_index_rank"),
@@ -482,74 +460,159 @@ BODY = body(
         ("probs must be 2-D", "bad_probs_rank"),
         ("routing_map must be 2-D", "bad_map_rank"),
         ("permuted_tokens must be 2-D", "bad_permuted_rank"),
-        ("out_index and permute_token_id must be equally long", "bad_lengths"),
-        ("routing_map must be [T, E]", "bad_map_tokens"),
+        ("restore_shape must be the shape of unpermuted_tokens_grad", "bad_padded_restore"),
+    ),
+    """
+    num_tokens = Shape <end = 1> (unpermuted_tokens_grad)
+    hidden = Shape <start = 1> (unpermuted_tokens_grad)
+    n = Shape <end = 1> (out_index)
+    n_token = Shape <end = 1> (permute_token_id)
+    map_tokens = Shape <end = 1> (routing_map)
+    map_experts = Shape <start = 1, end = 2> (routing_map)
+    num_permuted = Shape <end = 1> (permuted_tokens)
+    permuted_hidden = Shape <start = 1> (permuted_tokens)
+    probs_tokens = Shape <end = 1> (probs)
+    num_experts = Shape <start = 1, end = 2> (probs)
+    """,
+    is_there("has_probs", "probs_tokens", "num_experts"),
+    is_there("has_map", "map_tokens", "map_experts", "has_probs"),
+    is_there("has_permuted", "num_permuted", "permuted_hidden", "has_probs"),
+    """
+    probs_if_padded = Mul (has_probs, drop_and_pad)
+    probs_if_unpadded = Mul (has_probs, not_padded_size)
+    map_dtype = Cast <to = 7> (bad_map_dtype)
+    permuted_dtype = Cast <to = 7> (bad_permuted_dtype)
+    probs_dtype = Cast <to = 7> (bad_probs_dtype)
+    some_tokens = Max (num_tokens, one)
+    k_free = Div (n, some_tokens)
+    token_rows = Mul (k_free, num_tokens)
+    some_experts = Max (num_experts, one)
+    capacity = Div (n, some_experts)
+    expert_rows = Mul (capacity, num_experts)
+    max_top_k = Constant <value_ints = [512]> ()
+    k_limit = Min (num_experts, max_top_k)
+    k_or_limit = Max (k_free, k_limit)
+    capacity_or_tokens = Max (capacity, num_tokens)
+    selected_bool = Cast <to = 9> (routing_map)
+    selected = Cast <to = 7> (selected_bool)
+    num_selected = ReduceSum <keepdims = 0> (selected)
+    rows_beside_n = BitwiseXor (num_permuted, n)
+    rows_beside_selected = BitwiseXor (num_permuted, num_selected)
+    rows_beside_head = Max (rows_beside_selected, drop_and_pad)
+    rows_beside = Min (rows_beside_n, rows_beside_head)
+    """,
+    sizes_agree(
+        "passed_sizes",
+        "passed",
+        ("routing_map must be bool or int8", "map_dtype", "zero", "has_map"),
+        (
+            "permuted_tokens must have the dtype of unpermuted_tokens_grad",
+            "permuted_dtype",
+            "zero",
+            "has_permuted",
+        ),
+        (
+            "probs must have the dtype of unpermuted_tokens_grad, or float32 beside bfloat16",
+            "probs_dtype",
+            "zero",
+            "has_probs",
+        ),
+        ("out_index and permute_token_id must be equally long", "n", "n_token", "one"),
+        ("routing_map must be [T, E]", "map_tokens", "num_tokens", "has_map"),
+        ("probs must be [T, E]", "probs_tokens", "num_tokens", "has_probs"),
+        ("routing_map and probs must have the same experts", "map_experts", "num_experts", "has_probs"),
         (
             "permuted_tokens must have the hidden size of unpermuted_tokens_grad",
-            "bad_permuted_hidden",
+            "permuted_hidden",
+            "hidden",
+            "has_permuted",
         ),
         (
             "permuted_tokens must have a row for every slot or every selected pair",
-            "bad_permuted_rows",
+            "rows_beside",
+            "zero",
+            "has_permuted",
         ),
-        ("restore_shape must be the shape of unpermuted_tokens_grad", "bad_padded_restore"),
-        ("tokens must divide the length of out_index", "bad_tokens"),
+        (
+            "restore_shape must have the tokens of unpermuted_tokens_grad",
+            "restore_tokens",
+            "num_tokens",
+            "padded_restore",
+        ),
+        (
+            "restore_shape must have the hidden size of unpermuted_tokens_grad",
+            "restore_hidden",
+            "hidden",
+            "padded_restore",
+        ),
+        ("tokens must divide the length of out_index", "token_rows", "n", "not_padded_size"),
+        ("experts must divide the length of out_index when padded", "expert_rows", "n", "probs_if_padded"),
+        ("top_k must be at most 512 and the number of experts", "k_or_limit", "k_limit", "probs_if_unpadded"),
+        (
+            "capacity must be at most the number of tokens",
+            "capacity_or_tokens",
+            "num_tokens",
+            "probs_if_padded",
+        ),
     ),
     """
     # An index is looked up only after its range was checked: Gather wraps -1 to the last row.
-    index = Cast <to = 7> (out_index)
+    k = Add (k_free, passed_sizes)
+    some_k = Max (k, one)
+    index_free = Cast <to = 7> (out_index)
     low = Sub (drop_and_pad, one)
+    without_permuted = Sub (one, has_permuted)
+    n_if_without = Mul (n, without_permuted)
+    permuted_or_n = Max (num_permuted, n_if_without)
+    high = Min (permuted_or_n, n)
     """,
-    is_outside("bad_index", "index", "low", "n"),
-    check("out_index must be in range", "bad_index", before="passed", after="passed_index"),
+    is_outside("bad_index", "index_free", "low", "high"),
+    check(
+        "out_index must be in range, also that of permuted_tokens",
+        "bad_index",
+        before="passed_sizes",
+        after="passed_index",
+    ),
     """
+    index = Add (index_free, passed_index)
     given_token = Cast <to = 7> (permute_token_id)
     is_equal = Equal (index, given_token)
-    is_different = Not (is_equal)
-    different_long = Cast <to = 7> (is_different)
-    num_different = ReduceSum <keepdims = 1> (different_long)
-    num_different_1 = Reshape (num_different, one)
-    is_same = Equal (num_different_1, zero)
+    same_long = Cast <to = 7> (is_equal)
+    num_equal = ReduceSum <keepdims = 1> (same_long)
+    is_same = Equal (num_equal, n)
     is_slot_form = And (is_same, not_padded)
+    # Branches hang on a zero that is known at run time only: of a branch that a runtime inlines it
+    # forgets the names of the nodes, which are the rules, and branches in branches have crashed it.
+    late_zero = Mul (num_equal, zero)
+    has_probs_late = Add (has_probs, late_zero)
+    has_probs_now = Cast <to = 9> (has_probs_late)
+    num_permuted_late = Add (num_permuted, late_zero)
+    all_rows = Equal (num_permuted_late, n)
+    rows_shape = Concat <axis = 0> (num_permuted_late, one, hidden)
+    rows_and_none = Add (n, one)
     """,
     count_up("slot", "n"),
-    """
-    some_k = Max (k, one)
-    slot_token = Div (slot, some_k)
-    token = Where (is_slot_form, slot_token, given_token)
-    is_named = GreaterOrEqual (index, zero)
-    """,
-    is_outside("token_outside", "token", "zero", "num_tokens"),
-    """
-    bad_token = And (is_named, token_outside)
-    """,
-    check("permute_token_id must be in range", "bad_token", before="zero", after="passed_token"),
-    """
-    # Row n is where skipped slots go; token num_tokens is a row of zeros behind dY.
-    row_or_n = Where (is_named, index, n)
-    row_free = Add (row_or_n, passed_index)
-    row_in_range = Add (row_free, passed_token)
-    slot_named = Less (row_in_range, n)
-    slot_beyond = GreaterOrEqual (row_in_range, num_permuted)
-    slot_without_row = And (slot_named, slot_beyond)
-    bad_slot_row = And (slot_without_row, has_permuted)
-    """,
-    check("out_index must name rows of permuted_tokens", "bad_slot_row", before="zero", after="passed_rows"),
-    """
-    row = Add (row_in_range, passed_rows)
-    """,
     with_zero_row("grad_and_zero", "unpermuted_tokens_grad", "unpermuted_tokens_grad"),
     """
-    permuted_tokens_grad, probs_grad = If (has_probs) <
+    permuted_tokens_grad, probs_grad = If (has_probs_now) <
         then_branch = with_probs () => (with_rows, with_probs_grad) {""",
     *_WITH_PROBS,
     """
         },
         else_branch = without_probs () => (copied_rows, absent_probs_grad) {
-            copy_rows_and_none = Add (n, one)
-            copy_none = Expand (num_tokens, copy_rows_and_none)
-            copy_token_and_none = ScatterElements <axis = 0> (copy_none, row, token)
-            copy_token = Slice (copy_token_and_none, zero, n, zero)
+            copied_token = If (is_slot_form) <
+                then_branch = copied_slots () => (copied_slot_token) {
+                    copied_slot_token = Div (slot, some_k)
+                },
+                else_branch = copied_given () => (copied_given_token) {
+    """,
+    _given_token("copied_given_token"),
+    """
+                }
+            >
+    """,
+    in_row_order("copy_token", "num_tokens", "index", "copied_token"),
+    """
             copied_rows = Gather <axis = 0> (grad_and_zero, copy_token)
             absent_probs_grad = Identity (probs)
         }
