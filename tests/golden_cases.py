@@ -134,7 +134,7 @@ class Case:
             return dict(file)
 
 
-def _lm(**options: Any) -> MoeLMConfig:
+def tiny_lm(**options: Any) -> MoeLMConfig:
     small = {"vocab_size": 24, "hidden_size": 16, "num_experts": 4, "moe_intermediate_size": 8}
     heads = {"num_attention_heads": 4, "intermediate_size": 12}
     return MoeLMConfig(**{**small, **heads, **options})
@@ -142,11 +142,15 @@ def _lm(**options: Any) -> MoeLMConfig:
 
 _ALL = (
     Case(
-        "mixtral", _lm(num_key_value_heads=2, rms_norm_eps=1e-5), AdamW(max_grad_norm=0.5, eps=1e-4), 1e-2, 1
+        "mixtral",
+        tiny_lm(num_key_value_heads=2, rms_norm_eps=1e-5),
+        AdamW(max_grad_norm=0.5, eps=1e-4),
+        1e-2,
+        1,
     ),
     Case(
         "qwen3_dense_tied",
-        _lm(
+        tiny_lm(
             num_key_value_heads=2,
             head_dim=6,
             qk_norm="head",
@@ -162,14 +166,14 @@ _ALL = (
     ),
     Case(
         "olmoe",
-        _lm(qk_norm="full", clip_qkv=1.0, norm_topk_prob=False, moe_intermediate_size=6),
+        tiny_lm(qk_norm="full", clip_qkv=1.0, norm_topk_prob=False, moe_intermediate_size=6),
         SGD(momentum=0.9, weight_decay=0.01, max_grad_norm=2.0),
         5e-2,
         3,
     ),
     Case(
         "top_k_then_softmax",
-        _lm(
+        tiny_lm(
             router_scores="top_k_then_softmax",
             router_aux_loss="per_layer",
             router_aux_loss_coef=0.05,
@@ -186,14 +190,14 @@ _ALL = (
     ),
     Case(
         "gelu_bias",
-        _lm(expert_activation="gelu", attention_bias=True, num_experts_per_tok=3, num_hidden_layers=1),
+        tiny_lm(expert_activation="gelu", attention_bias=True, num_experts_per_tok=3, num_hidden_layers=1),
         AdamW(weight_decay=0.0, max_grad_norm=None, eps=1e-5),
         1e-2,
         5,
     ),
     Case(
         "grouped",
-        _lm(
+        tiny_lm(
             num_experts=20,
             moe_intermediate_size=4,
             num_experts_per_tok=4,

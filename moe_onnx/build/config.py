@@ -123,7 +123,8 @@ class MoeLMConfig(_Routing):
         attention_bias: Whether the attention projections have biases (o_proj too, as in transformers).
         qk_norm: ``"none"``, ``"head"`` (RMSNorm of each head, Qwen3) or ``"full"`` (of the whole
             projection, OLMoE).
-        clip_qkv: Queries, keys and values are clipped to ``[-clip_qkv, clip_qkv]``; None: not.
+        clip_qkv: Queries, keys and values are clipped to ``[-clip_qkv, clip_qkv]``, after the norm and
+            before the rotation; None: not.
         sliding_window: A query sees the last so many positions, itself among them; None: all.
         tie_word_embeddings: Whether the output projection is the embedding.
         ignore_index: Labels of this value are left out of the loss.

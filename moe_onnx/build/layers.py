@@ -89,12 +89,12 @@ def attention(
         norm = params.get(f"{prefix}{name}_norm.weight")
         if norm is not None and config.qk_norm == "full":
             y = rms_norm(e, y, norm, count * size, config.rms_norm_eps)
-        if config.clip_qkv is not None:
-            limit = config.clip_qkv
-            y = e.op("Clip", y, e.like(-limit, y), e.like(limit, y))
         y = _reshape(e, y, where, "batch", "sequence", count, size)
         if norm is not None and config.qk_norm == "head":
             y = rms_norm(e, y, norm, size, config.rms_norm_eps)
+        if config.clip_qkv is not None:
+            limit = config.clip_qkv
+            y = e.op("Clip", y, e.like(-limit, y), e.like(limit, y))
         projected[name] = y if name == "v" else _rotate(e, y, where)
     q = e.op("Mul", projected["q"], e.like(config.attention_scale, x))
     q = e.op("Transpose", q, perm=[0, 2, 1, 3])
