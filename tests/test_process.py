@@ -452,7 +452,7 @@ def interrupt_the_caller() -> None:
             facts = run(INIT, session)
         finally:
             sys.settrace(None)
-        after = attempt(time.sleep, 5)  # a sleeping main thread is woken
+        after = attempt(time.sleep, 5 if seen else 0)  # a sleeping main thread is woken
         say(seen=seen, right=is_right(facts), after=after["error"])
 
 
@@ -502,34 +502,30 @@ def interrupt_other_programs() -> None:
 
     import moe_onnx  # noqa: F401
 
-    def shoot(delay: float = 0.2) -> None:
-        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+    def shoot() -> None:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 
-    shoot()
-    say(name="sleep", **attempt(time.sleep, 5))
+    def sleep() -> None:
+        shoot()
+        time.sleep(5)
+
     ends: list[str] = []
 
     async def wait() -> None:
+        shoot()
         try:
             await asyncio.sleep(5)
         except asyncio.CancelledError:
             ends.append("cancelled")
             raise
 
-    shoot()
-    say(name="asyncio", **attempt(lambda: asyncio.run(wait())), ends=ends)
-
-    @click.command()
-    def command() -> None:
-        time.sleep(5)
-
-    shoot()
-    say(name="click", **attempt(command.main, [], "command", "", False))
-    shoot()
-    say(name="click, standalone", **attempt(command.main, []))
+    command = click.command()(sleep)
+    say(**attempt(sleep))
+    say(**attempt(lambda: asyncio.run(wait())), ends=ends)
+    say(**attempt(command.main, [], "command", "", False))
+    say(**attempt(command.main, []))
     signal.signal(signal.SIGINT, lambda number, frame: ends.append("own"))
-    shoot(0)
-    say(name="own", **attempt(time.sleep, 0.3), ends=ends)
+    say(**attempt(sleep), ends=ends)
 
 
 def test_ctrl_c_is_for_others_what_it_was() -> None:
