@@ -138,14 +138,11 @@ RESTORE_SHAPE = """
 # ONNX text for slot_cells, by [T, K] instead of by cell. It reads selected [T, E] as 0 and 1, their sum
 # num_selected, and k, which must have been checked. TopK takes equal ones by their position, so expert
 # holds the selected experts of each token, ascending, then others, for which has_expert is 0.
-SLOT_EXPERTS = (
-    """
+SLOT_EXPERTS = """
     has_expert, expert = TopK <axis = 1> (selected, k)
     num_found = ReduceSum <keepdims = 0> (has_expert)
     not_found = BitwiseXor (num_selected, num_found)
-"""
-    + lookup("routing_map must select at most top_k experts per token", "not_found", "zero", "passed_experts")
-)
+""" + lookup("routing_map must select at most top_k experts per token", "not_found", "zero", "passed_experts")
 
 # ONNX text for row_cells: cell_of_row_or_none, at least n cells and behind them num_cells = T*E for none.
 # It reads selected, num_experts, num_cells and not_padded; padded rows do not ask the map.

@@ -18,7 +18,6 @@ from moe_onnx.operators._body import (
     check,
     checks,
     count_up,
-    is_not,
     is_not_float,
     is_not_int32,
     is_not_map,
@@ -312,7 +311,12 @@ BODY = body(
             "has_restore",
         ),
         ("tokens must divide the length of sorted_indices", "token_rows", "n", "not_padded_size"),
-        ("experts must divide the length of sorted_indices when padded", "expert_rows", "n", "probs_if_padded"),
+        (
+            "experts must divide the length of sorted_indices when padded",
+            "expert_rows",
+            "n",
+            "probs_if_padded",
+        ),
         (
             "permuted_tokens must have a row for every slot or every selected pair",
             "rows_beside",
