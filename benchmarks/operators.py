@@ -4,7 +4,7 @@ One run, one machine, the same inputs: every figure is the median of interleaved
 taken within the run. Peak memory is that of a fresh process for each contender.
 
     pip install -e ".[parity]"
-    python benchmarks/operators.py                 # both sizes, fp32 and bf16, prints a table
+    python benchmarks/operators.py                 # all sizes, fp32 and bf16, prints a table
     python benchmarks/operators.py --size small --dtype fp32 --repeats 5
 """
 
@@ -33,8 +33,8 @@ from onnx import TensorProto, helper
 
 import moe_onnx
 
-# tokens, top_k, hidden, experts
-SIZES = {"large": (4096, 8, 2048, 64), "small": (2048, 2, 1024, 8)}
+# tokens, top_k, hidden, experts; a training step of a layer, and one on a laptop
+SIZES = {"large": (4096, 8, 2048, 64), "small": (2048, 2, 1024, 8), "laptop": (256, 2, 128, 8)}
 DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 Call = Callable[[], Any]
 
@@ -85,7 +85,7 @@ def report(op: str, size: str, dtype: str, repeats: int) -> None:
         # torch's gradient cannot be told from its forward in one process's peak.
         peak = child_memory(op, name, size, dtype) if name.startswith("onnxruntime") else None
         memory = f"{peak / 1e6:14.0f} {peak / num_bytes:13.2f}" if peak is not None else ""
-        print(f"  {name:34} {median * 1e3:10.1f} {ratio:22.2f} {memory}")
+        print(f"  {name:34} {median * 1e3:10.2f} {ratio:22.2f} {memory}")
 
 
 def measure(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]:

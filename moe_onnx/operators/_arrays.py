@@ -66,6 +66,10 @@ def check_range(op: str, name: str, index: Array, low: int, high: int, mode: str
 
 def check_unique(op: str, name: str, index: Array, why: str) -> None:
     """Refuse a value other than -1 that occurs twice in the 1-D ``index``."""
+    named = index[index >= 0]
+    # Counting is fast where values are small, as they are once their range was checked.
+    if named.size == 0 or (int(named.max()) <= 8 * index.size and np.bincount(named).max() <= 1):
+        return
     order = np.argsort(index, kind="stable")
     ordered = index[order]
     twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)

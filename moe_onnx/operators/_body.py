@@ -202,12 +202,14 @@ def per_precision(outputs: tuple[str, ...], precision_of_tensor: str, text: str)
     """``text`` once in float64 and once in float32, chosen by a ``precision``.
 
     In ``text``, ``$DTYPE`` is the dtype to widen to and ``$`` before a name makes it the branch's own.
+    A cast that changes nothing costs a copy where it makes an output; runtimes drop it before an Identity.
     """
     branches = []
     flag = f"{outputs[0]}_in_float64"
+    results = "".join(f"\n    ${out}_result = Identity (${out})" for out in outputs)
     for branch, mark, to in (("then_branch", "d_", 11), ("else_branch", "f_", 1)):
-        inner = text.replace("$DTYPE", str(to)).replace("$", mark)
-        outs = ", ".join(mark + out for out in outputs)
+        inner = (text + results).replace("$DTYPE", str(to)).replace("$", mark)
+        outs = ", ".join(f"{mark}{out}_result" for out in outputs)
         branches.append(f"{branch} = {mark}sum () => ({outs}) {{ {inner} }}")
     return f"""
     {flag}_size = Constant <value_ints = [3]> ()

@@ -18,7 +18,6 @@ from moe_onnx.operators._body import (
     check,
     checks,
     count_up,
-    is_not,
     is_not_float,
     is_not_int32,
     is_not_map,
@@ -200,7 +199,7 @@ _SLOT_SUM = """
     $summed = CastLike ($total_2d, permuted_tokens)
 """
 _ROW_SUM = """
-    $added_rows = Cast <to = $DTYPE> (permuted_tokens)
+    $added_rows = Cast <to = $DTYPE> (padded_rows)
     $added_weight = Cast <to = $DTYPE> (row_weight_2d)
     $added = Mul ($added_rows, $added_weight)
     $base_f32 = ConstantOfShape (restored)
@@ -343,6 +342,13 @@ BODY = body(
     check("sorted_indices must be in range", "bad_index", before="passed_sizes", after="passed_index"),
     """
     index = Add (index_given, passed_index)
+    # A zero that is known at run time only. Branches hang on it: of a branch that a runtime inlines it
+    # forgets the names of the nodes, which are the rules. Shapes do where a branch may be dead: known
+    # sizes are compared in it all the same when a runtime loads it.
+    is_named_flat = GreaterOrEqual (index, zero)
+    named_long = Cast <to = 7> (is_named_flat)
+    num_named = ReduceSum <keepdims = 1> (named_long)
+    late_zero = Mul (num_named, zero)
     unit = Constant <value = double {1.0}> ()
     no_weight = Constant <value = double {0.0}> ()
     unpermuted_tokens, out_index, permute_token_id, permute_probs = If (is_padded) <
@@ -364,7 +370,9 @@ BODY = body(
             row_prob_long = Cast <to = 11> (row_prob)
             row_weight = Where (is_weighted, row_prob_long, unit)
             row_weight_2d = Unsqueeze (row_weight, one)
-            rows_shape = Shape (permuted_tokens)
+            n_late = Add (n, late_zero)
+            rows_shape = Concat <axis = 0> (n_late, hidden)
+            padded_rows = Reshape <allowzero = 1> (permuted_tokens, rows_shape)
             index_2d = Unsqueeze (index, one)
             token_of_element = Expand (index_2d, rows_shape)
     """,
@@ -380,12 +388,7 @@ BODY = body(
         else_branch = unpadded () => (unpadded_sum, unpadded_out_index, unpadded_token_id, unpadded_probs) {
             slots_shape = Concat <axis = 0> (num_tokens, k)
             slot_index = Reshape <allowzero = 1> (index, slots_shape)
-            # Branches hang on what is known at run time only: of a branch that a runtime inlines it
-            # forgets the names of the nodes, which are the rules.
-            is_named = GreaterOrEqual (slot_index, zero)
-            named_long = Cast <to = 7> (is_named)
-            num_named = ReduceSum <keepdims = 0> (named_long)
-            late_zero = Mul (num_named, zero)
+            is_named = Reshape <allowzero = 1> (is_named_flat, slots_shape)
             has_probs_late = Add (has_probs, late_zero)
             has_probs_now = Cast <to = 9> (has_probs_late)
             slot_row, slot_weight, unpadded_probs = If (has_probs_now) <

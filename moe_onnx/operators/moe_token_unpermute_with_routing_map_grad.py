@@ -282,36 +282,35 @@ def _given(info: TensorInfo | None, present: bool) -> TensorInfo | None:
     return info if present or presence(info) is not False else None
 
 
-def _dots(name: str, grad: str) -> str:
-    """Row by row sums of products, as a product of matrices: nothing as large as the rows is made."""
-    return f"""
-    ${name}_left = Reshape <allowzero = 1> ({grad}, rows_shape)
-    ${name}_right = Reshape <allowzero = 1> ($permuted, rows_shape)
-    ${name}_turned = Transpose <perm = [0, 2, 1]> (${name}_right)
-    ${name}_3d = MatMul (${name}_left, ${name}_turned)
-    ${name} = Reshape (${name}_3d, minus_one)"""
-
-
-# The part that touches whole rows, once per precision. Copying the head of the rows costs as much as
-# their products, so that is done only where permuted_tokens has fewer.
-_ROWS = f"""
+# The part that touches whole rows, once per precision. As a product of matrices the dots make nothing
+# as large as the rows, but one product a row has its price: worth it for long rows, and without
+# copying the head of the rows where permuted_tokens has fewer.
+_ROWS = """
     $grad = Cast <to = $DTYPE> (moved)
     $weight = Cast <to = $DTYPE> (weight)
     $product = Mul ($grad, $weight)
-    $rows_out = CastLike ($product, unpermuted_tokens_grad)
-    $permuted = Cast <to = $DTYPE> (permuted_tokens)
-    $dots = If (all_rows) <
-        then_branch = $all () => ($dots_all) {{{_dots("dots_all", "$grad")}
-        }},
-        else_branch = $some () => ($dots_some) {{
-            $head = Slice ($grad, zero, num_permuted, zero){_dots("dots_some", "$head")}
-        }}
+    $with_rows = CastLike ($product, unpermuted_tokens_grad)
+    $permuted_given = Reshape <allowzero = 1> (permuted_tokens, permuted_shape)
+    $permuted = Cast <to = $DTYPE> ($permuted_given)
+    $dots = If (by_matrices) <
+        then_branch = $long () => ($long_dots) {
+            $left = Reshape <allowzero = 1> ($grad, rows_shape)
+            $right = Reshape <allowzero = 1> ($permuted, rows_shape)
+            $turned = Transpose <perm = [0, 2, 1]> ($right)
+            $dots_3d = MatMul ($left, $turned)
+            $long_dots = Reshape ($dots_3d, minus_one)
+        },
+        else_branch = $short () => ($short_dots) {
+            $head = Slice ($grad, zero, num_permuted_late, zero)
+            $pairs = Mul ($head, $permuted)
+            $short_dots = ReduceSum <keepdims = 0> ($pairs, one)
+        }
     >
     $zero_f32 = ConstantOfShape (one)
     $zero_dot = Cast <to = $DTYPE> ($zero_f32)
     $dots_zero = Concat <axis = 0> ($dots, $zero_dot)
     $cells = Gather <axis = 0> ($dots_zero, row_of_cell)
-    $cells_out = CastLike ($cells, probs)
+    $with_probs_grad = CastLike ($cells, probs)
 """
 
 
@@ -408,11 +407,9 @@ _WITH_PROBS = (
     weight = Unsqueeze (weight_flat, one)
     moved = Gather <axis = 0> (grad_and_zero, token_of_row)
     """,
-    per_precision(("rows_out", "cells_out"), "precision", _ROWS),
-    """
-    with_rows = Identity (rows_out)
-    with_probs_grad = Identity (cells_out)
-    """,
+    # The reshape changes nothing where probs are given. Where they are not, this branch is dead, but
+    # its static shapes are compared all the same when a runtime loads it.
+    per_precision(("with_rows", "with_probs_grad"), "precision", _ROWS),
 )
 
 BODY = body(
@@ -588,7 +585,11 @@ BODY = body(
     has_probs_now = Cast <to = 9> (has_probs_late)
     num_permuted_late = Add (num_permuted, late_zero)
     all_rows = Equal (num_permuted_late, n)
+    long_row = Constant <value_ints = [512]> ()
+    has_long_rows = GreaterOrEqual (hidden, long_row)
+    by_matrices = And (all_rows, has_long_rows)
     rows_shape = Concat <axis = 0> (num_permuted_late, one, hidden)
+    permuted_shape = Concat <axis = 0> (num_permuted_late, hidden)
     rows_and_none = Add (n, one)
     """,
     count_up("slot", "n"),
