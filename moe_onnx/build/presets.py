@@ -20,6 +20,6 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
         "optimizer": {"kind": "AdamW", "weight_decay": 0.01, "beta2": 0.99, "max_grad_norm": 1.0},
-        "training": {"steps": 300, "batch_size": 8, "sequence_length": 128, "lr": 0.003, "seed": 0},
+        "training": {"steps": 400, "batch_size": 8, "sequence_length": 128, "lr": 0.003, "seed": 0},
     },
 }

@@ -103,14 +103,12 @@ class BoundGraph:
         for info in graph.outputs:
             if info.role in ("logits", "output") or any(isinstance(dim, str) for dim in info.shape):
                 self._free.append(info.name)
-                self._binding.bind_output(info.name, "cpu")
                 continue
             cell = state.output_cell(info, writes)
             self._held.append(cell)
             self._binding.bind_ortvalue_output(info.name, cell.value)
             if info.role == "metric":
                 self.metrics[info.name] = cell
-        self._order = [info.name for info in graph.outputs]
 
     def run(self, batch: Mapping[str, Array]) -> None:
         """Run on a batch; results are in the cells."""
@@ -118,6 +116,8 @@ class BoundGraph:
         for name, value in values.items():
             self._binding.bind_ortvalue_input(name, value)
         self._batch = list(values.values())
+        for name in self._free:  # anew each time: a binding keeps the shape of the last run
+            self._binding.bind_output(name, "cpu")
         self._session.run_with_iobinding(self._binding)
 
     def read_metrics(self) -> dict[str, Any]:
@@ -126,8 +126,9 @@ class BoundGraph:
 
     def free_outputs(self) -> dict[str, Array]:
         """The outputs of the last run whose shape depends on the batch."""
-        outputs = self._binding.get_outputs()
-        return {n: outputs[i].numpy().copy() for i, n in enumerate(self._order) if n in self._free}
+        # Bound last, so they are the last of the outputs, whatever their place in the graph.
+        outputs = self._binding.get_outputs()[-len(self._free) :] if self._free else []
+        return {name: value.numpy().copy() for name, value in zip(self._free, outputs, strict=True)}
 
 
 def checked_tensors(
