@@ -123,14 +123,14 @@ def tensors(role: str, kinds: dict[str, tuple[str, tuple[int | str, ...]]]) -> l
     return [TensorInfo(name, dtype, shape, role) for name, (dtype, shape) in kinds.items()]
 
 
-BATCH = tensors("batch", {name: ("int64", IDS) for name in ("input_ids", "labels", "attention_mask")})
+BATCH = tensors("batch", dict.fromkeys(("input_ids", "labels", "attention_mask"), ("int64", IDS)))
 HYPER = tensors("hyperparameter", {"lr": ("float32", ()), "step": ("int64", ())})
 NORM_IN = tensors("hyperparameter", {"grad_norm": ("float32", ())})
 NORM_OUT = tensors("metric", {"grad_norm": ("float32", ())})
 METRICS = tensors(
     "metric",
     {
-        **{name: ("float32", ()) for name in ("loss", "lm_loss", "aux_loss", "z_loss")},
+        **dict.fromkeys(("loss", "lm_loss", "aux_loss", "z_loss"), ("float32", ())),
         "num_tokens": ("int64", ()),
         "expert_load": ("int64", (1, 2)),
     },
@@ -141,7 +141,11 @@ STATE = parameters(".momentum_buffer")
 GRAPHS = {
     "grad": (LOSS + BACKWARD, [*BATCH, *parameters()], [*METRICS, *NORM_OUT, *parameters(".grad")]),
     "apply": (UPDATE, [*parameters(), *parameters(".grad"), *STATE, *HYPER, *NORM_IN], UPDATED),
-    "step": (LOSS + BACKWARD + UPDATE, [*BATCH, *parameters(), *STATE, *HYPER], [*METRICS, *NORM_OUT, *UPDATED]),
+    "step": (
+        LOSS + BACKWARD + UPDATE,
+        [*BATCH, *parameters(), *STATE, *HYPER],
+        [*METRICS, *NORM_OUT, *UPDATED],
+    ),
     "eval": (LOSS, [*BATCH, *parameters()], METRICS),
     "forward": (
         "rows = Gather (bigram.weight, input_ids)\n logits = Add (rows, bigram.bias)",
@@ -166,16 +170,23 @@ class TinyGraph:
                 name,
                 "float32",
                 shape,
-                {"kind": "normal", "std": 0.5},
+                {"init": "normal", "std": 0.5},
                 weight_decay=False,
                 gradient=f"{name}.grad",
                 updated=f"{name}.updated",
-                state={"momentum_buffer": StateInfo(f"{name}.momentum_buffer", f"{name}.momentum_buffer.updated")},
+                state={
+                    "momentum_buffer": StateInfo(f"{name}.momentum_buffer", f"{name}.momentum_buffer.updated")
+                },
             )
             for name, shape in SHAPES.items()
         ]
         self.manifest = Manifest(
-            config={"kind": "MoeLMConfig", "vocab_size": vocab_size, "num_experts": 2, "num_experts_per_tok": 1},
+            config={
+                "kind": "MoeLMConfig",
+                "vocab_size": vocab_size,
+                "num_experts": 2,
+                "num_experts_per_tok": 1,
+            },
             optimizer={"kind": "SGD", "momentum": MOMENTUM, "max_grad_norm": MAX_NORM},
             parameters=tuple(found),
             graphs={a: GraphInfo(tuple(GRAPHS[a][1]), tuple(GRAPHS[a][2])) for a in assemblies},
@@ -220,7 +231,9 @@ class Numpy:
         self.values = {name: value.astype(np.float64) for name, value in parameters.items()}
         self.buffers = {name: np.zeros(shape) for name, shape in SHAPES.items()}
 
-    def gradients(self, ids: np.ndarray, labels: np.ndarray, mask: np.ndarray) -> tuple[float, int, dict[str, np.ndarray]]:
+    def gradients(
+        self, ids: np.ndarray, labels: np.ndarray, mask: np.ndarray
+    ) -> tuple[float, int, dict[str, np.ndarray]]:
         loss, n = 0.0, 0
         grads = {name: np.zeros(shape) for name, shape in SHAPES.items()}
         for b in range(ids.shape[0]):
@@ -238,7 +251,9 @@ class Numpy:
                 n += 1
         return loss / max(n, 1), n, {name: grad / max(n, 1) for name, grad in grads.items()}
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, mask: np.ndarray, lr: float) -> tuple[float, int, float]:
+    def step(
+        self, ids: np.ndarray, labels: np.ndarray, mask: np.ndarray, lr: float
+    ) -> tuple[float, int, float]:
         loss, n, grads = self.gradients(ids, labels, mask)
         norm = float(np.sqrt(sum((grad**2).sum() for grad in grads.values())))
         factor = min(1.0, MAX_NORM / (norm + 1e-6))

@@ -98,7 +98,9 @@ def recipe_tables(source: str | os.PathLike[str]) -> dict[str, Any]:
         data = json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
         names = ", ".join(PRESETS)
-        raise ConfigError(f"'{path}' is no recipe: {error}. Give a .toml or .json file, or one of: {names}.") from error
+        raise ConfigError(
+            f"'{path}' is no recipe: {error}. Give a .toml or .json file, or one of: {names}."
+        ) from error
     if not isinstance(data, dict):
         raise ConfigError(f"'{path}' is no recipe: it must hold tables, got {type(data).__name__}.")
     return data

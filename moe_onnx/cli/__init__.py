@@ -43,7 +43,9 @@ def main() -> None:
 @main.command()
 @click.option("--text", type=FILE, help="Train on the bytes of this file. Default: Python's help topics.")
 @click.option("--steps", type=click.IntRange(min=1), help="Default: 400.")
-@click.option("-o", "--output", type=FOLDER, default="moe-onnx-demo", show_default=True, help="Where to write to.")
+@click.option(
+    "-o", "--output", type=FOLDER, default="moe-onnx-demo", show_default=True, help="Where to write to."
+)
 def demo(text: Path | None, steps: int | None, output: Path) -> None:
     """Build a small MoE language model, check its graphs, train it on English and print a sample.
 
@@ -59,7 +61,9 @@ def demo(text: Path | None, steps: int | None, output: Path) -> None:
 
 @main.command()
 @model_options
-@click.option("--assembly", default=ASSEMBLY, show_default=True, help="Some of step, grad, apply, eval, forward.")
+@click.option(
+    "--assembly", default=ASSEMBLY, show_default=True, help="Some of step, grad, apply, eval, forward."
+)
 @click.option("-o", "--output", type=FOLDER, required=True, help="Folder for the graphs and manifest.json.")
 def export(assembly: str, output: Path, **model: Any) -> None:
     """Write the training graphs of a model, and say what is in them.
@@ -89,14 +93,19 @@ def export(assembly: str, output: Path, **model: Any) -> None:
 @click.option("--seed", type=click.IntRange(min=0), help="Of the initial weights and the data order.")
 @click.option("-o", "--output", type=FOLDER, required=True, help="Folder of the run.")
 @click.option("--resume", is_flag=True, help="Go on from the run's checkpoint, to the same numbers.")
-@click.option("--eval-every", type=click.IntRange(min=0), default=0, help="Steps between evaluations; 0: none.")
-@click.option("--save-every", type=click.IntRange(min=0), default=0, help="Steps between checkpoints; 0: at the end.")
+@click.option(
+    "--eval-every", type=click.IntRange(min=0), default=0, help="Steps between evaluations; 0: none."
+)
+@click.option(
+    "--save-every", type=click.IntRange(min=0), default=0, help="Steps between checkpoints; 0: at the end."
+)
 @click.option("--kernels", type=click.Choice(KERNELS), default="auto", show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), help="Of onnxruntime; default: its own choice.")
 @click.option("--skip-non-finite", is_flag=True, help="Leave out batches whose loss is not finite.")
 @click.pass_context
 def train(
     ctx: click.Context,
+    /,
     graph: Path | None,
     text: Path | None,
     tokens: Path | None,
@@ -129,7 +138,9 @@ def train(
     if graph is not None and any(value not in (None, ()) for value in rest.values()):
         raise click.UsageError("Give either a folder GRAPH or options of a model to build, not both.")
     if not resume and training.overwrites(output):
-        raise OptionError(f"There is a run in '{output}' already. Give --resume to go on with it, or another folder.")
+        raise OptionError(
+            f"There is a run in '{output}' already. Give --resume to go on with it, or another folder."
+        )
     if graph is None:
         recipe = recipe_of(**rest)
         how = training.schedule_with(recipe.schedule, **given)
@@ -139,7 +150,9 @@ def train(
         how = training.schedule_with(Schedule(), **given)
         built = TrainingGraph.load(graph)
     if "vocab_size" not in built.manifest.config:
-        raise OptionError("moe-onnx train trains language models; train a layer with moe_onnx.TrainingSession.")
+        raise OptionError(
+            "moe-onnx train trains language models; train a layer with moe_onnx.TrainingSession."
+        )
     data = TokenDataset(
         text if text is not None else tokens,  # type: ignore[arg-type]  # one of them is given
         batch_size=how.batch_size,
@@ -161,7 +174,9 @@ def train(
         run.resume()
     code = run.train(how.steps, eval_every, save_every)
     if code == INTERRUPTED:
-        CONSOLE.print(f"to go on: {training.resume_command(ctx.find_root().obj)}", markup=False, soft_wrap=True)
+        CONSOLE.print(
+            f"to go on: {training.resume_command(ctx.find_root().obj)}", markup=False, soft_wrap=True
+        )
     elif not code:
         CONSOLE.print(f"step {session.global_step}, written to {output}", markup=False)
     sys.exit(code)

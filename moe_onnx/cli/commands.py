@@ -18,7 +18,16 @@ _CONSOLE = Console()
 
 def show_info() -> None:
     """Print versions, and the routes each operator can run by."""
-    for package in ("moe-onnx", "onnx", "onnxruntime", "onnxruntime-extensions", "onnx-ir", "numpy", "ml_dtypes", "safetensors"):
+    for package in (
+        "moe-onnx",
+        "onnx",
+        "onnxruntime",
+        "onnxruntime-extensions",
+        "onnx-ir",
+        "numpy",
+        "ml_dtypes",
+        "safetensors",
+    ):
         try:
             _CONSOLE.print(f"{package:24} {version(package)}")
         except ModuleNotFoundError:

@@ -36,24 +36,30 @@ def write_curve(path: Path, train: Points, held_out: Points = (), title: str = "
         return f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" style="{_STYLE}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" style="{_STYLE}">',
         f"<title>{escape(title)}</title>",
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
         f'<text x="{_LEFT}" y="26" style="font-size:15px;fill:#111">{escape(title)}</text>',
     ]
     for tick in y_ticks:
         _, y = at(x_low, tick)
-        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e6e6e6"/>')
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e6e6e6"/>'
+        )
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
     for tick in x_ticks:
         x, _ = at(tick, y_low)
         parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{tick:g}</text>')
-    parts.append(f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 12}" text-anchor="middle">step</text>')
+    parts.append(
+        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 12}" text-anchor="middle">step</text>'
+    )
     parts += [line(train, "#c9ced6", 1), line(_smooth(train), "#2563c9", 2)]
     legend = [("#2563c9", "loss, smoothed"), ("#c9ced6", "loss of each step")]
     if held_out:
         parts.append(line(held_out, "#e07b1a", 2))
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#e07b1a"/>' for x, y in (at(*p) for p in held_out)]
+        parts += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#e07b1a"/>' for x, y in (at(*p) for p in held_out)
+        ]
         legend.append(("#e07b1a", "held-out text"))
     for i, (colour, label) in enumerate(legend):
         y = _TOP + 14 + 18 * i

@@ -46,7 +46,9 @@ def print_manifest(manifest: Manifest) -> None:
     state = sum(p.size * len(p.state) for p in manifest.parameters)
     table.add_row("parameters", f"{manifest.num_parameters:,} in {len(manifest.parameters)} tensors")
     table.add_row("optimizer state", f"{state:,} elements")
-    table.add_row("memory", f"{decimal(4 * (manifest.num_parameters + state))} for parameters and optimizer state")
+    table.add_row(
+        "memory", f"{decimal(4 * (manifest.num_parameters + state))} for parameters and optimizer state"
+    )
     table.add_row("graphs", ", ".join(manifest.graphs))
     CONSOLE.print(table)
 

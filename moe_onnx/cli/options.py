@@ -64,16 +64,25 @@ def model_options(command: F) -> F:
     """The options that say which model and optimizer to build."""
     options = [
         click.option("--config", help="A .toml or .json recipe, or the name of a preset (tiny_moe_lm)."),
-        *(click.option(f"--{name.replace('_', '-')}", name, type=int, help=f"{field}.") for name, field in _FIELDS.items()),
-        click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of the config."),
-        click.option("--optimizer", type=click.Choice(["adamw", "sgd"]), help="Default: the recipe's, or adamw."),
+        *(
+            click.option(f"--{name.replace('_', '-')}", name, type=int, help=f"{field}.")
+            for name, field in _FIELDS.items()
+        ),
+        click.option(
+            "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of the config."
+        ),
+        click.option(
+            "--optimizer", type=click.Choice(["adamw", "sgd"]), help="Default: the recipe's, or adamw."
+        ),
     ]
     for option in reversed(options):
         command = option(command)
     return command
 
 
-def recipe_of(config: str | None, settings: tuple[str, ...], optimizer: str | None, **numbers: int | None) -> Recipe:
+def recipe_of(
+    config: str | None, settings: tuple[str, ...], optimizer: str | None, **numbers: int | None
+) -> Recipe:
     """The recipe of :func:`model_options`."""
     tables = {} if config is None else recipe_tables(config)
     if not {"model", "optimizer", "training"} & set(tables):

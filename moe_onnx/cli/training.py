@@ -41,7 +41,9 @@ class Run:
     def resume(self) -> None:
         """Go on from the folder's checkpoint; rows of steps after it are dropped."""
         if not has_checkpoint(self.checkpoint):
-            raise DataError(f"There is nothing to resume in '{self.checkpoint}'. Leave out --resume to start.")
+            raise DataError(
+                f"There is nothing to resume in '{self.checkpoint}'. Leave out --resume to start."
+            )
         about = self.session.load_checkpoint(self.checkpoint)
         if about["data"] is not None:
             self.data.load_state_dict(about["data"])
@@ -100,7 +102,9 @@ class Run:
                 with interrupts_deferred():
                     self.session.save_checkpoint(self.checkpoint, data=self.data.state_dict())
                 message = "interrupted" if code == INTERRUPTED else f"error: {error}"
-                CONSOLE.print(f"{message}\nstep {self.session.global_step} is saved in {self.checkpoint}", markup=False)
+                CONSOLE.print(
+                    f"{message}\nstep {self.session.global_step} is saved in {self.checkpoint}", markup=False
+                )
         self.write_curve()
         return code
 
@@ -136,10 +140,13 @@ def demo(text: Path | None, steps: int | None, folder: Path) -> int:
     )
     CONSOLE.print(
         f"{graph.manifest.num_parameters:,} parameters, {len(data):,} bytes of "
-        f"{'Python help topics' if text is None else text}, {steps} steps of {how.batch_size} x {how.sequence_length}"
+        f"{'Python help topics' if text is None else text}, {steps} steps of "
+        f"{how.batch_size} x {how.sequence_length}"
     )
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1  # small matrices: more threads wait for each other; and the same numbers anywhere
+    options.intra_op_num_threads = (
+        1  # small matrices: more threads wait for each other; and the same numbers anywhere
+    )
     session = TrainingSession(graph, seed=how.seed, lr=how.lr, sess_options=options)
     run = Run(folder, session, data)
     code = run.train(steps, eval_every=max(1, steps // 6), save_every=0)
@@ -147,7 +154,8 @@ def demo(text: Path | None, steps: int | None, folder: Path) -> int:
         return code
     first, last = run.rows[0]["lm_loss"], run.rows[-1]["eval_loss"]
     CONSOLE.print(
-        f"\nloss {first:.3f} -> {last:.3f} on held-out text, in nats per byte (all bytes alike: {math.log(256):.3f})"
+        f"\nloss {first:.3f} -> {last:.3f} on held-out text, in nats per byte "
+        f"(all bytes alike: {math.log(256):.3f})"
     )
     prompt = bytes(data.tokens[:32].astype(np.uint8))
     sample = bytes(generate(session, list(prompt), 240, temperature=0.7, seed=0, context=how.sequence_length))
@@ -168,7 +176,7 @@ def resume_command(words: list[str]) -> str:
 
 
 def session_options(threads: int | None) -> onnxruntime.SessionOptions:
-    """onnxruntime's options for so many threads; None: its own choice."""
+    """Onnxruntime's options for so many threads; None: its own choice."""
     options = onnxruntime.SessionOptions()
     if threads is not None:
         options.intra_op_num_threads = threads

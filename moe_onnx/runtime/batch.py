@@ -14,7 +14,9 @@ from moe_onnx.errors import BatchError
 Array = np.ndarray[Any, Any]
 
 
-def checked_batch(batch: Mapping[str, Any], inputs: Sequence[TensorInfo], config: Mapping[str, Any]) -> dict[str, Array]:
+def checked_batch(
+    batch: Mapping[str, Any], inputs: Sequence[TensorInfo], config: Mapping[str, Any]
+) -> dict[str, Array]:
     """The batch as contiguous arrays of the graph's dtypes, absent ones filled in.
 
     An absent ``attention_mask`` is all ones, absent ``labels`` are the ``input_ids``. Integers and
@@ -30,34 +32,36 @@ def checked_batch(batch: Mapping[str, Any], inputs: Sequence[TensorInfo], config
     """
     names = [info.name for info in inputs]
     if not isinstance(batch, Mapping):
-        raise BatchError(f"A batch must map input names to arrays ({', '.join(names)}), got {type(batch).__name__}.")
+        raise BatchError(
+            f"A batch must map input names to arrays ({', '.join(names)}), got {type(batch).__name__}."
+        )
     for name in batch:
         if name not in names:
             close = difflib.get_close_matches(str(name), names, 1)
             hint = f"Did you mean '{close[0]}'? " if close else ""
             raise BatchError(f"The graph has no batch input '{name}'. {hint}It has: {', '.join(names)}.")
-    given = dict(batch)
-    _fill_in(given, names)
     done: dict[str, Array] = {}
     sizes: dict[str, tuple[int, str]] = {}
     for info in inputs:
-        if info.name not in given:
-            raise BatchError(f"Batch input '{info.name}' {_shape(info.shape)} is missing; given: {', '.join(batch) or 'none'}.")
-        array = _converted(given[info.name], info)
-        _check_shape(array, info, sizes)
-        _check_values(array, info.name, config)
-        done[info.name] = array
+        if info.name in batch:
+            array = _converted(batch[info.name], info)
+            _check_shape(array, info, sizes)
+            _check_values(array, info.name, config)
+            done[info.name] = array
+    for info in inputs:
+        if info.name not in batch:
+            done[info.name] = _default(info, done)
     return done
 
 
-def _fill_in(given: dict[str, Any], names: Sequence[str]) -> None:
-    ids = given.get("input_ids")
-    if ids is None:
-        return
-    if "labels" in names:
-        given.setdefault("labels", ids)
-    if "attention_mask" in names and "attention_mask" not in given:
-        given["attention_mask"] = np.ones(np.shape(ids), np.int64)
+def _default(info: TensorInfo, done: Mapping[str, Array]) -> Array:
+    ids = done.get("input_ids")
+    if ids is not None and info.name == "labels":
+        return ids
+    if ids is not None and info.name == "attention_mask":
+        return np.ones_like(ids)
+    given = ", ".join(done) or "none"
+    raise BatchError(f"Batch input '{info.name}' {_shape(info.shape)} is missing; given: {given}.")
 
 
 def _converted(value: Any, info: TensorInfo) -> Array:
@@ -66,7 +70,9 @@ def _converted(value: Any, info: TensorInfo) -> Array:
         array = np.asarray(value)
     except (ValueError, TypeError) as error:
         raise BatchError(f"Batch input '{info.name}' is no array: {error}.") from error
-    exact = np.can_cast(array.dtype, wanted, "safe") and (array.dtype != bool or info.name == "attention_mask")
+    exact = np.can_cast(array.dtype, wanted, "safe") and (
+        array.dtype != bool or info.name == "attention_mask"
+    )
     exact = exact and (array.dtype.kind in "iub") == (wanted.kind in "iub")
     if not hasattr(value, "dtype") and wanted.kind == "f" and array.dtype.kind in "iuf":
         exact = True  # Python's own numbers have no precision to lose on purpose
@@ -80,10 +86,14 @@ def _converted(value: Any, info: TensorInfo) -> Array:
 
 def _check_shape(array: Array, info: TensorInfo, sizes: dict[str, tuple[int, str]]) -> None:
     if array.ndim != len(info.shape):
-        raise BatchError(f"Batch input '{info.name}' must have shape {_shape(info.shape)}, got {_shape(array.shape)}.")
+        raise BatchError(
+            f"Batch input '{info.name}' must have shape {_shape(info.shape)}, got {_shape(array.shape)}."
+        )
     for axis, (size, dim) in enumerate(zip(array.shape, info.shape, strict=True)):
         if not size:
-            raise BatchError(f"Batch input '{info.name}' is empty: axis {axis} of {_shape(array.shape)} is 0.")
+            raise BatchError(
+                f"Batch input '{info.name}' is empty: axis {axis} of {_shape(array.shape)} is 0."
+            )
         if isinstance(dim, int):
             want, whose = dim, "the graph"
         else:

@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +112,8 @@ def has_checkpoint(folder: str | os.PathLike[str]) -> bool:
 
 
 def _write(session: TrainingSession, folder: Path, data: Mapping[str, Any] | None) -> None:
+    import moe_onnx  # the package is whole by the time this runs
+
     state = session.state_dict()
     step = int(state.pop(STEP))
     parameters = {name: state.pop(name) for name in session.manifest.parameter_names}
@@ -124,7 +125,7 @@ def _write(session: TrainingSession, folder: Path, data: Mapping[str, Any] | Non
     about = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        "moe_onnx": version("moe-onnx"),
+        "moe_onnx": moe_onnx.__version__,
         "global_step": step,
         "config": session.manifest.config,
         "optimizer": session.manifest.optimizer,
@@ -155,12 +156,14 @@ def _resolve(folder: Path) -> Path:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{folder / LATEST}: cannot be read: {error}.") from error
     if name is None:
-        raise CheckpointError(f"There is no checkpoint in '{folder}': neither '{LATEST}' nor '{TRAINER}' is there.")
+        raise CheckpointError(
+            f"There is no checkpoint in '{folder}': neither '{LATEST}' nor '{TRAINER}' is there."
+        )
     if not (folder / name / TRAINER).exists():
         others = ", ".join(sorted(p.parent.name for p in folder.glob(f"step-*/{TRAINER}"))) or "none"
         raise CheckpointError(
-            f"{folder / LATEST}: names '{name}', which holds no '{TRAINER}'. Whole folders that are there, and "
-            f"can be loaded by their path: {others}."
+            f"{folder / LATEST}: names '{name}', which holds no '{TRAINER}'. Whole folders that are "
+            f"there, and can be loaded by their path: {others}."
         )
     return folder / name
 
@@ -175,8 +178,9 @@ def _read_trainer(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: 'format' must be '{FORMAT}', found {found!r:.60}.")
     if about.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path}: 'format_version' must be {FORMAT_VERSION}, found {about.get('format_version')!r} (saved by "
-            f"moe_onnx {about.get('moe_onnx')}). Load it with that release."
+            f"{path}: 'format_version' must be {FORMAT_VERSION}, found "
+            f"{about.get('format_version')!r} (saved by moe_onnx {about.get('moe_onnx')}). "
+            "Load it with that release."
         )
     step, files = about.get("global_step"), about.get("files")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
@@ -196,7 +200,9 @@ def _compare(path: Path, what: str, ours: Mapping[str, Any], found: Mapping[str,
             )
 
 
-def _read_tensors(path: Path, expected: Mapping[str, tuple[tuple[int, ...], str]], listed: Any) -> dict[str, Any]:
+def _read_tensors(
+    path: Path, expected: Mapping[str, tuple[tuple[int, ...], str]], listed: Any
+) -> dict[str, Any]:
     """The tensors of a file, once names, shapes, dtypes, size and hash are found to be right."""
     try:
         size = path.stat().st_size
@@ -207,8 +213,8 @@ def _read_tensors(path: Path, expected: Mapping[str, tuple[tuple[int, ...], str]
     tensors = checked_tensors(found, expected, str(path))
     if not isinstance(listed, dict) or listed.get("bytes") != size or listed.get("sha256") != _sha256(path):
         raise CheckpointError(
-            f"{path}: is not the file that was saved: {TRAINER} expects {listed!r}, found {size} bytes, sha256 "
-            f"{_sha256(path)}."
+            f"{path}: is not the file that was saved: {TRAINER} expects {listed!r}, found {size} bytes, "
+            f"sha256 {_sha256(path)}."
         )
     return tensors
 

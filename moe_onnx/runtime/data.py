@@ -145,7 +145,9 @@ def _opened(source: Any, dtype: str | None) -> tuple[str, Array]:
             return str(path), _flat(np.load(path, mmap_mode="r", allow_pickle=False), str(path))
         kind = np.dtype(dtype or "uint16").newbyteorder("<") if suffix == ".bin" else np.dtype(np.uint8)
         if size % kind.itemsize:
-            raise DataError(f"{path}: its {size} bytes are no whole number of {kind.name} tokens. Give its dtype.")
+            raise DataError(
+                f"{path}: its {size} bytes are no whole number of {kind.name} tokens. Give its dtype."
+            )
         return str(path), np.memmap(path, kind, "r")
     except (OSError, ValueError) as error:
         if isinstance(error, DataError):
@@ -155,7 +157,9 @@ def _opened(source: Any, dtype: str | None) -> tuple[str, Array]:
 
 def _flat(array: Array, name: str) -> Array:
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise DataError(f"{name}: must hold integers in one dimension, found {array.dtype} {list(array.shape)}.")
+        raise DataError(
+            f"{name}: must hold integers in one dimension, found {array.dtype} {list(array.shape)}."
+        )
     if not len(array):
         raise DataError(f"{name}: is empty.")
     return array

@@ -46,7 +46,9 @@ def generate(
         raise OptionError("generate needs a prompt of at least one token and a context >= 1.")
     rng = np.random.default_rng(seed)
     for _ in range(num_tokens):
-        logits = session.forward({"input_ids": np.array([tokens[-context:]])})["logits"][0, -1].astype(np.float64)
+        logits = session.forward({"input_ids": np.array([tokens[-context:]])})["logits"][0, -1].astype(
+            np.float64
+        )
         if temperature == 0:
             tokens.append(int(logits.argmax()))
             continue

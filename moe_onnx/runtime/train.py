@@ -76,7 +76,8 @@ def train(
                 saved = done
         if skipped >= MAX_SKIPPED:
             raise NonFiniteError(
-                f"Update {done + 1}: {skipped} batches in a row had a loss or gradient norm that is not finite.",
+                f"Update {done + 1}: {skipped} batches in a row had a loss or gradient norm that is "
+                "not finite.",
                 metrics=metrics,
             )
     if checkpoint is not None and saved != session.global_step:

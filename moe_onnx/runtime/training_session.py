@@ -115,8 +115,8 @@ class TrainingSession:
         """
         if not self._assembly:
             raise ModelError(
-                f"The training graph cannot step: it has {', '.join(self._manifest.graphs)}, and a step needs "
-                "'grad' and 'apply', or 'step'."
+                f"The training graph cannot step: it has {', '.join(self._manifest.graphs)}, and a step "
+                "needs 'grad' and 'apply', or 'step'."
             )
         with interrupts_deferred():
             return self._step(batch, self._global_step + 1)
@@ -163,7 +163,9 @@ class TrainingSession:
         tensors = dict(state)
         step = np.asarray(tensors.pop(STEP, None))
         if step.shape or step.dtype.kind != "i" or step < 0:
-            raise CheckpointError(f"state dict: '{STEP}' must be an integer >= 0, found {state.get(STEP)!r:.60}.")
+            raise CheckpointError(
+                f"state dict: '{STEP}' must be an integer >= 0, found {state.get(STEP)!r:.60}."
+            )
         tensors = checked_tensors(tensors, self._state.layout, "state dict")
         with interrupts_deferred():
             self._state.fill(tensors)
@@ -174,7 +176,9 @@ class TrainingSession:
         """Shape and dtype of all tensors of the state dict but the step, by name."""
         return dict(self._state.layout)
 
-    def save_checkpoint(self, folder: str | os.PathLike[str], *, data: Mapping[str, Any] | None = None) -> Path:
+    def save_checkpoint(
+        self, folder: str | os.PathLike[str], *, data: Mapping[str, Any] | None = None
+    ) -> Path:
         """See :func:`moe_onnx.save_checkpoint`."""
         return save_checkpoint(self, folder, data=data)
 
@@ -196,12 +200,13 @@ class TrainingSession:
     def _bind(self, assembly: str) -> BoundGraph:
         side = self._state.side
         if (assembly, side) not in self._bound:
+            graph = self._manifest.graph(assembly)
             if assembly not in self._sessions:
                 self._sessions[assembly] = InferenceSession(
                     self._graph.models[assembly], self._options, kernels=self._kernels
                 )
             writes = 1 - side if assembly == "step" else side
-            graph, session = self._manifest.graph(assembly), self._sessions[assembly]
+            session = self._sessions[assembly]
             self._bound[assembly, side] = BoundGraph(session, graph, self._state, side, writes)
         return self._bound[assembly, side]
 
@@ -220,8 +225,8 @@ class TrainingSession:
                 if self.non_finite == "skip":
                     return False
                 raise NonFiniteError(
-                    f"Update {number}: the {said} is {metrics[name]}. Nothing was updated. Lower the learning "
-                    "rate, or pass non_finite='skip' to leave such batches out.",
+                    f"Update {number}: the {said} is {metrics[name]}. Nothing was updated. Lower the "
+                    "learning rate, or pass non_finite='skip' to leave such batches out.",
                     metrics=metrics,
                 )
         return True

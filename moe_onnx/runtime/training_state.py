@@ -61,7 +61,7 @@ class TrainingState:
         return self.shared_cell(info)
 
     def shared_cell(self, info: TensorInfo) -> Cell:
-        """A gradient, metric or hyperparameter: one for all graphs, so one graph's output is the next's input."""
+        """A gradient, metric or hyperparameter; all graphs share it: one's output is the next's input."""
         if info.name not in self.shared:
             self.shared[info.name] = Cell(tuple(int(dim) for dim in info.shape), info.dtype)
         return self.shared[info.name]
@@ -143,16 +143,21 @@ def checked_tensors(
     missing = [name for name in expected if name not in found]
     unknown = [name for name in found if name not in expected]
     if missing or unknown:
-        parts = [f"{_some(missing)} missing" if missing else "", f"{_some(unknown)} unknown" if unknown else ""]
+        parts = [
+            f"{_some(missing)} missing" if missing else "",
+            f"{_some(unknown)} unknown" if unknown else "",
+        ]
         raise CheckpointError(
-            f"{where}: expected {len(expected)} tensors, found {len(found)}: {', '.join(filter(None, parts))}."
+            f"{where}: expected {len(expected)} tensors, found {len(found)}: "
+            f"{', '.join(filter(None, parts))}."
         )
     done = {}
     for name, (shape, dtype) in expected.items():
         array = np.asarray(found[name])
         if array.dtype != np.dtype(dtype) or array.shape != shape:
             raise CheckpointError(
-                f"{where}: tensor '{name}' expected {dtype} {list(shape)}, found {array.dtype} {list(array.shape)}."
+                f"{where}: tensor '{name}' expected {dtype} {list(shape)}, found {array.dtype} "
+                f"{list(array.shape)}."
             )
         done[name] = array
     return done
