@@ -20,6 +20,7 @@ from moe_onnx.errors import (
     BodyCheckError,
     CheckpointError,
     ConfigError,
+    DataError,
     DtypeError,
     GradientError,
     IndexValueError,
@@ -44,18 +45,25 @@ from moe_onnx.operators.moe_token_unpermute_with_routing_map_grad import (
     moe_token_unpermute_with_routing_map_grad,
 )
 from moe_onnx.rewrite.legalize import add_function_bodies
+from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
+from moe_onnx.runtime.data import TokenDataset
+from moe_onnx.runtime.generate import generate
 from moe_onnx.runtime.register import register
 from moe_onnx.runtime.session import InferenceSession
+from moe_onnx.runtime.train import train
+from moe_onnx.runtime.training_session import TrainingSession
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGD",
     "AdamW",
     "AttributeValueError",
     "BatchError",
     "BodyCheckError",
     "CheckpointError",
     "ConfigError",
+    "DataError",
     "DtypeError",
     "GradientError",
     "IndexValueError",
@@ -70,14 +78,17 @@ __all__ = [
     "OptionError",
     "RankError",
     "RoutingMapError",
-    "SGD",
     "ShapeError",
+    "TokenDataset",
     "TrainingGraph",
+    "TrainingSession",
     "__version__",
     "add_function_bodies",
     "build_training_graph",
     "differentiate",
     "function_body",
+    "generate",
+    "load_checkpoint",
     "moe_grouped_matmul",
     "moe_grouped_matmul_weight_grad",
     "moe_init_routing_v2",
@@ -87,6 +98,8 @@ __all__ = [
     "reference_ops",
     "register",
     "register_gradient",
+    "save_checkpoint",
+    "train",
 ]
 
 assert _FAMILIES  # importing them registers their rules

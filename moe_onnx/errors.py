@@ -136,3 +136,7 @@ class NonFiniteError(MoeOnnxError, ArithmeticError):
 
 class CheckpointError(MoeOnnxError, ValueError):
     """A checkpoint is corrupt or foreign; names file, tensor, expected and found. No state has changed."""
+
+
+class DataError(MoeOnnxError, ValueError):
+    """A file of tokens cannot be used; names file, position, value and legal range."""

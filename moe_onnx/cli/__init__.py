@@ -4,45 +4,211 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 import moe_onnx
-from moe_onnx.cli.commands import demo as run_demo
+from moe_onnx.build.recipe import Schedule
+from moe_onnx.build.training_graph import TrainingGraph
+from moe_onnx.cli import graphs, training
 from moe_onnx.cli.commands import show_info, write_cards
+from moe_onnx.cli.options import ASSEMBLY, CONSOLE, INTERRUPTED, Commands, build, model_options, recipe_of
+from moe_onnx.errors import OptionError
+from moe_onnx.runtime.data import BIN_DTYPES, TokenDataset
+from moe_onnx.runtime.session import KERNELS
+from moe_onnx.runtime.training_session import TrainingSession
+
+FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
+FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(moe_onnx.__version__, prog_name="moe-onnx")
 def main() -> None:
     """Mixture-of-Experts training graphs in ONNX.
 
     \b
     Examples:
-      moe-onnx demo            run both backward operators in onnxruntime
-      moe-onnx info            versions, operators and the routes they can run by
+      moe-onnx demo                                  build, check, train and sample a small model
+      moe-onnx export --experts 8 --top-k 2 -o model write training graphs
+      moe-onnx train model --text book.txt -o run    train them
+      moe-onnx info model                            what is in them
+
+    Exit codes: 0 done, 1 the work failed (a loss that is not finite), 2 wrong usage or input,
+    130 interrupted.
     """  # noqa: D301 (click's mark for text that must not be wrapped)
 
 
 @main.command()
-def demo() -> None:
-    """Run both backward operators in an onnxruntime session and print what they give.
+@click.option("--text", type=FILE, help="Train on the bytes of this file. Default: Python's help topics.")
+@click.option("--steps", type=click.IntRange(min=1), help="Default: 400.")
+@click.option(
+    "-o", "--output", type=FOLDER, default="moe-onnx-demo", show_default=True, help="Where to write to."
+)
+def demo(text: Path | None, steps: int | None, output: Path) -> None:
+    """Build a small MoE language model, check its graphs, train it on English and print a sample.
 
-    Exit code 0 if every route gives the same numbers, 1 if not.
-    """
-    sys.exit(0 if run_demo() else 1)
+    \b
+    Examples:
+      moe-onnx demo
+      moe-onnx demo --text book.txt --steps 1000 -o my-demo
+
+    Takes one to two minutes on two cores. Writes model/, checkpoint/, metrics.jsonl and loss.svg.
+    """  # noqa: D301
+    sys.exit(training.demo(text, steps, output))
 
 
 @main.command()
-def info() -> None:
-    """Show versions, operators and the routes they can run by."""
-    show_info()
+@model_options
+@click.option(
+    "--assembly", default=ASSEMBLY, show_default=True, help="Some of step, grad, apply, eval, forward."
+)
+@click.option("-o", "--output", type=FOLDER, required=True, help="Folder for the graphs and manifest.json.")
+def export(assembly: str, output: Path, **model: Any) -> None:
+    """Write the training graphs of a model, and say what is in them.
+
+    \b
+    Examples:
+      moe-onnx export --config recipe.toml -o model
+      moe-onnx export --layers 4 --hidden-size 256 --experts 8 --top-k 2 -o model
+      moe-onnx export --assembly step --optimizer sgd --set qk_norm=head -o model
+    """  # noqa: D301
+    graph = build(recipe_of(**model), assembly)
+    graph.save(output)
+    graphs.print_graphs(graph)
+    CONSOLE.print(f"written to {output}", markup=False)
+
+
+@main.command()
+@click.argument("graph", required=False, type=click.Path(path_type=Path, file_okay=False, exists=True))
+@model_options
+@click.option("--text", type=FILE, help="Train on the bytes of this file.")
+@click.option("--tokens", type=FILE, help="Train on the token ids of a .npy or .bin file.")
+@click.option("--dtype", type=click.Choice(BIN_DTYPES), help="Of a .bin file; default: uint16.")
+@click.option("--steps", type=click.IntRange(min=1), help="Updates in all.")
+@click.option("--batch-size", type=click.IntRange(min=1))
+@click.option("--sequence-length", type=click.IntRange(min=2))
+@click.option("--lr", type=float, help="Learning rate.")
+@click.option("--seed", type=click.IntRange(min=0), help="Of the initial weights and the data order.")
+@click.option("-o", "--output", type=FOLDER, required=True, help="Folder of the run.")
+@click.option("--resume", is_flag=True, help="Go on from the run's checkpoint, to the same numbers.")
+@click.option(
+    "--eval-every", type=click.IntRange(min=0), default=0, help="Steps between evaluations; 0: none."
+)
+@click.option(
+    "--save-every", type=click.IntRange(min=0), default=0, help="Steps between checkpoints; 0: at the end."
+)
+@click.option("--kernels", type=click.Choice(KERNELS), default="auto", show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), help="Of onnxruntime; default: its own choice.")
+@click.option("--skip-non-finite", is_flag=True, help="Leave out batches whose loss is not finite.")
+@click.pass_context
+def train(
+    ctx: click.Context,
+    /,
+    graph: Path | None,
+    text: Path | None,
+    tokens: Path | None,
+    dtype: str | None,
+    output: Path,
+    resume: bool,
+    eval_every: int,
+    save_every: int,
+    kernels: str,
+    threads: int | None,
+    skip_non_finite: bool,
+    **rest: Any,
+) -> None:
+    """Train the graphs in the folder GRAPH, or those of --config and the model's options.
+
+    \b
+    Examples:
+      moe-onnx train model --text book.txt --steps 1000 --eval-every 100 -o run
+      moe-onnx train --config tiny_moe_lm --text book.txt -o run
+      moe-onnx train model --tokens ids.bin --dtype uint16 --batch-size 4 -o run
+      moe-onnx train model --text book.txt --steps 1000 -o run --resume
+
+    Writes metrics.jsonl, loss.svg and checkpoint/ (model.safetensors has the names of transformers).
+    Ctrl-C saves a checkpoint first.
+    """  # noqa: D301
+    names = ("steps", "batch_size", "sequence_length", "lr", "seed")
+    given = {name: rest.pop(name) for name in names}
+    if (text is None) == (tokens is None):
+        raise click.UsageError("Give either --text or --tokens.")
+    if graph is not None and any(value not in (None, ()) for value in rest.values()):
+        raise click.UsageError("Give either a folder GRAPH or options of a model to build, not both.")
+    if not resume and training.overwrites(output):
+        raise OptionError(
+            f"There is a run in '{output}' already. Give --resume to go on with it, or another folder."
+        )
+    if graph is None:
+        recipe = recipe_of(**rest)
+        how = training.schedule_with(recipe.schedule, **given)
+        built = build(recipe)
+        built.save(output / "model")
+    else:
+        how = training.schedule_with(Schedule(), **given)
+        built = TrainingGraph.load(graph)
+    if "vocab_size" not in built.manifest.config:
+        raise OptionError(
+            "moe-onnx train trains language models; train a layer with moe_onnx.TrainingSession."
+        )
+    data = TokenDataset(
+        text if text is not None else tokens,  # type: ignore[arg-type]  # one of them is given
+        batch_size=how.batch_size,
+        sequence_length=how.sequence_length,
+        vocab_size=built.manifest.config["vocab_size"],
+        dtype=dtype,
+        seed=how.seed,
+    )
+    session = TrainingSession(
+        built,
+        seed=how.seed,
+        lr=how.lr,
+        kernels=kernels,
+        sess_options=training.session_options(threads),
+        non_finite="skip" if skip_non_finite else "raise",
+    )
+    run = training.Run(output, session, data)
+    if resume:
+        run.resume()
+    code = run.train(how.steps, eval_every, save_every)
+    if code == INTERRUPTED:
+        CONSOLE.print(
+            f"to go on: {training.resume_command(ctx.find_root().obj)}", markup=False, soft_wrap=True
+        )
+    elif not code:
+        CONSOLE.print(f"step {session.global_step}, written to {output}", markup=False)
+    sys.exit(code)
+
+
+@main.command()
+@click.argument("path", required=False, type=click.Path(path_type=Path, exists=True))
+def info(path: Path | None) -> None:
+    """Show what PATH holds, a folder of graphs or a model; without it, versions and routes.
+
+    \b
+    Examples:
+      moe-onnx info
+      moe-onnx info model
+      moe-onnx info model/grad.onnx
+    """  # noqa: D301
+    if path is None:
+        show_info()
+    else:
+        graphs.print_path(path)
 
 
 @main.command()
 @click.argument("folder", default="ops", type=click.Path(path_type=Path, file_okay=False, exists=True))
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a file is stale.")
 def cards(folder: Path, check: bool) -> None:
-    """Write the generated files of FOLDER (the project's ops/): card.md and function.txt."""
+    """Write the generated files of FOLDER (the project's ops/): card.md and function.txt.
+
+    \b
+    Examples:
+      moe-onnx cards
+      moe-onnx cards ops --check
+    """  # noqa: D301
     stale = write_cards(folder, check=check)
     sys.exit(1 if check and stale else 0)

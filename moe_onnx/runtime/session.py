@@ -24,6 +24,7 @@ from moe_onnx.runtime.register import register
 KERNELS = ("auto", "python", "body")
 _FOLDER = "session.model_external_initializers_file_folder_path"
 _RULE = re.compile(r"Name:'(?:_inlfunc_\w*?_)?(Moe\w+): ([^']+)'")
+_deferring = False  # written by the main thread only
 
 
 class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
@@ -162,7 +163,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         """Run, and raise what the Python ops could not raise themselves."""
         # In parallel execution ops run in threads of the pool; one run at a time keeps it clear whose
         # errors are whose.
-        with self._lock or nullcontext(), _interrupts_deferred():
+        with self._lock or nullcontext(), interrupts_deferred():
             return self._run_and_raise(call, args, any_thread=self._lock is not None)
 
     def _run_and_raise(self, call: Callable[..., Any], args: Sequence[Any], *, any_thread: bool) -> Any:
@@ -250,9 +251,13 @@ def _has_external_data(model: onnx.ModelProto) -> bool:
 
 
 @contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM while onnxruntime calls Python ops: raised there, they would abort."""
-    if threading.current_thread() is not threading.main_thread():
+def interrupts_deferred() -> Iterator[None]:
+    """Hold back Ctrl-C and SIGTERM while onnxruntime calls Python ops: raised there, they would abort.
+
+    Inside another such block, as of a training step, the outer one holds them.
+    """
+    global _deferring
+    if _deferring or threading.current_thread() is not threading.main_thread():
         yield
         return
     caught: list[tuple[int, Any]] = []
@@ -262,10 +267,12 @@ def _interrupts_deferred() -> Iterator[None]:
         if callable(handler):
             before[number] = handler
             signal.signal(number, lambda signum, frame: caught.append((signum, frame)))
+    _deferring = True
     try:
         yield
     finally:
-        for number, handler in before.items():
+        _deferring = False
+        for number, handler in reversed(before.items()):  # SIGINT, which raises, comes last
             signal.signal(number, handler)
         for signum, frame in caught:
             before[signal.Signals(signum)](signum, frame)

@@ -1,0 +1,116 @@
+"""What the commands share: how a model is named on the command line, and how errors leave."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+
+from moe_onnx.build.recipe import Recipe, recipe_from_dict, recipe_tables
+from moe_onnx.build.training_graph import TrainingGraph, build_training_graph
+from moe_onnx.errors import MoeOnnxError, NonFiniteError
+
+CONSOLE = Console(highlight=False)
+ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
+WORK_FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+ASSEMBLY = "grad+apply+eval+forward"
+
+F = TypeVar("F", bound=Callable[..., Any])
+# Options of the command line, and the config fields they set.
+_FIELDS = {
+    "layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_size": "moe_intermediate_size",
+    "vocab_size": "vocab_size",
+}
+
+
+class Commands(click.Group):
+    """A group whose commands print errors in one line and exit with 1 (the work), 2 (the input) or 130."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the words as typed, so that a command can say how to go on."""
+        ctx.obj = list(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except NonFiniteError as error:
+            fail(str(error), WORK_FAILED)
+        except (MoeOnnxError, OSError) as error:
+            fail(str(error), WRONG_INPUT)
+        except KeyboardInterrupt:
+            fail("interrupted.", INTERRUPTED)
+
+
+def fail(message: str, code: int) -> None:
+    """Print an error and leave."""
+    ERRORS.print("[bold red]error:[/] ", end="")
+    ERRORS.print(message, markup=False)
+    sys.exit(code)
+
+
+def model_options(command: F) -> F:
+    """The options that say which model and optimizer to build."""
+    options = [
+        click.option("--config", help="A .toml or .json recipe, or the name of a preset (tiny_moe_lm)."),
+        *(
+            click.option(f"--{name.replace('_', '-')}", name, type=int, help=f"{field}.")
+            for name, field in _FIELDS.items()
+        ),
+        click.option(
+            "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of the config."
+        ),
+        click.option(
+            "--optimizer", type=click.Choice(["adamw", "sgd"]), help="Default: the recipe's, or adamw."
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def recipe_of(
+    config: str | None, settings: tuple[str, ...], optimizer: str | None, **numbers: int | None
+) -> Recipe:
+    """The recipe of :func:`model_options`."""
+    tables = {} if config is None else recipe_tables(config)
+    if not {"model", "optimizer", "training"} & set(tables):
+        tables = {"model": tables}
+    model = {**tables.get("model", {})}
+    model |= {_FIELDS[name]: value for name, value in numbers.items() if value is not None}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise click.UsageError(f"--set takes FIELD=VALUE, got {setting!r}.")
+        model[name.strip()] = _value(text.strip())
+    tables = {**tables, "model": model}
+    kind = {"adamw": "AdamW", "sgd": "SGD", None: None}[optimizer]
+    if kind is not None and kind != tables.get("optimizer", {}).get("kind", "AdamW"):
+        tables["optimizer"] = {"kind": kind}
+    return recipe_from_dict(tables, config or "options")
+
+
+def build(recipe: Recipe, assembly: str = ASSEMBLY) -> TrainingGraph:
+    """Build the graphs of a recipe, saying so: large models take their time."""
+    with CONSOLE.status(f"building {assembly} ..."):
+        return build_training_graph(recipe.config, assembly=assembly, optimizer=recipe.optimizer)
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("none", "null"):
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return {"True": True, "False": False}.get(text, text)  # a word without its quotes

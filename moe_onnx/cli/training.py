@@ -1,0 +1,209 @@
+"""The commands ``train`` and ``demo``: progress, files of a run, and the sample at the end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from moe_onnx.build.recipe import Schedule, recipe_from_dict, recipe_tables
+from moe_onnx.cli.curve import write_curve
+from moe_onnx.cli.graphs import operator_counts, print_operators
+from moe_onnx.cli.options import CONSOLE, INTERRUPTED, WORK_FAILED, build
+from moe_onnx.errors import DataError, NonFiniteError
+from moe_onnx.runtime.checkpoint import has_checkpoint
+from moe_onnx.runtime.data import TokenDataset
+from moe_onnx.runtime.generate import generate
+from moe_onnx.runtime.session import interrupts_deferred
+from moe_onnx.runtime.train import train
+from moe_onnx.runtime.training_session import TrainingSession
+from moe_onnx.spec import DOMAIN
+
+GRADIENT_OPS = ("MoeInitRoutingV2Grad", "MoeTokenUnpermuteWithRoutingMapGrad")
+
+
+class Run:
+    """The folder of a run: ``metrics.jsonl``, ``loss.svg`` and ``checkpoint/``, and its progress bar."""
+
+    def __init__(self, folder: Path, session: TrainingSession, data: TokenDataset) -> None:
+        self.folder, self.session, self.data = folder, session, data
+        self.checkpoint = folder / "checkpoint"
+        self.rows: list[dict[str, Any]] = []
+
+    def resume(self) -> None:
+        """Go on from the folder's checkpoint; rows of steps after it are dropped."""
+        if not has_checkpoint(self.checkpoint):
+            raise DataError(
+                f"There is nothing to resume in '{self.checkpoint}'. Leave out --resume to start."
+            )
+        about = self.session.load_checkpoint(self.checkpoint)
+        if about["data"] is not None:
+            self.data.load_state_dict(about["data"])
+        metrics = self.folder / "metrics.jsonl"
+        lines = metrics.read_text("utf-8").splitlines() if metrics.exists() else []
+        rows = [_row(line) for line in lines]
+        self.rows = [row for row in rows if row is not None and row["step"] <= self.session.global_step]
+        CONSOLE.print(f"resumed at step {self.session.global_step}")
+
+    def train(self, steps: int, eval_every: int, save_every: int) -> int:
+        """Train and write the run's files; the exit code."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(),
+            console=CONSOLE,
+            disable=not CONSOLE.is_terminal,
+        )
+        code = 0
+        path = self.folder / "metrics.jsonl"
+        with path.open("w", encoding="utf-8") as file, bar:
+            file.writelines(json.dumps(row) + "\n" for row in self.rows)
+            task = bar.add_task("", total=steps, completed=self.session.global_step, note="")
+            start, tokens, said = time.perf_counter(), 0, 0.0
+
+            def on_step(metrics: dict[str, Any]) -> None:
+                nonlocal tokens, said
+                row = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in metrics.items()}
+                self.rows.append(row)
+                file.write(json.dumps(row) + "\n")
+                tokens += self.data.batch_size * self.data.sequence_length
+                now = time.perf_counter()
+                rate = f"{tokens / (now - start):,.0f} tokens/s"
+                note = f"loss {row['loss']:.4f}  {rate}"
+                bar.update(task, completed=row["step"], note=note)
+                every = max(1, steps // 10)
+                if not CONSOLE.is_terminal and (row["step"] % every == 0 or row["step"] == 1):
+                    left = (now - start) / len(self.rows) * (steps - row["step"])
+                    CONSOLE.print(f"step {row['step']}/{steps}  {note}  {left:.0f} s left")
+
+            try:
+                train(
+                    self.session,
+                    self.data,
+                    steps,
+                    on_step=on_step,
+                    eval_every=eval_every,
+                    checkpoint=self.checkpoint,
+                    save_every=save_every,
+                )
+            except (KeyboardInterrupt, NonFiniteError) as error:
+                code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else WORK_FAILED
+                with interrupts_deferred():
+                    self.session.save_checkpoint(self.checkpoint, data=self.data.state_dict())
+                message = "interrupted" if code == INTERRUPTED else f"error: {error}"
+                CONSOLE.print(
+                    f"{message}\nstep {self.session.global_step} is saved in {self.checkpoint}", markup=False
+                )
+        self.write_curve()
+        return code
+
+    def write_curve(self) -> Path:
+        """Write ``loss.svg``."""
+        series = [(row["step"], row["loss"]) for row in self.rows if not row.get("skipped")]
+        held_out = [(row["step"], row["eval_loss"]) for row in self.rows if "eval_loss" in row]
+        return write_curve(self.folder / "loss.svg", series, held_out, "Training loss (nats per token)")
+
+
+def demo(text: Path | None, steps: int | None, folder: Path) -> int:
+    """Build, check, train and sample the preset ``tiny_moe_lm``; the exit code."""
+    recipe = recipe_from_dict(recipe_tables("tiny_moe_lm"))
+    how = recipe.schedule
+    steps = how.steps if steps is None else steps
+    graph = build(recipe)
+    graph.save(folder / "model")
+    for model in graph.models.values():
+        onnx.checker.check_model(model, full_check=True)
+    print_operators(graph.models, short=True)
+    found = operator_counts(graph.models["grad"])
+    for name in GRADIENT_OPS:
+        CONSOLE.print(f"{name}: {found[DOMAIN, name]} in the gradient graph")
+    if not all(found[DOMAIN, name] for name in GRADIENT_OPS):
+        CONSOLE.print("error: a gradient operator is missing from the graph")
+        return WORK_FAILED
+    CONSOLE.print("onnx.checker accepts all graphs (full_check)\n")
+    data = TokenDataset(
+        _help_topics() if text is None else text,
+        batch_size=how.batch_size,
+        sequence_length=how.sequence_length,
+        seed=how.seed,
+    )
+    CONSOLE.print(
+        f"{graph.manifest.num_parameters:,} parameters, {len(data):,} bytes of "
+        f"{'Python help topics' if text is None else text}, {steps} steps of "
+        f"{how.batch_size} x {how.sequence_length}"
+    )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = (
+        1  # small matrices: more threads wait for each other; and the same numbers anywhere
+    )
+    session = TrainingSession(graph, seed=how.seed, lr=how.lr, sess_options=options)
+    run = Run(folder, session, data)
+    code = run.train(steps, eval_every=max(1, steps // 6), save_every=0)
+    if code:
+        return code
+    first, last = run.rows[0]["lm_loss"], run.rows[-1]["eval_loss"]
+    CONSOLE.print(
+        f"\nloss {first:.3f} -> {last:.3f} on held-out text, in nats per byte "
+        f"(all bytes alike: {math.log(256):.3f})"
+    )
+    prompt = bytes(data.tokens[:32].astype(np.uint8))
+    sample = bytes(generate(session, list(prompt), 240, temperature=0.7, seed=0, context=how.sequence_length))
+    CONSOLE.print(f"\nsample (temperature 0.7, prompt {prompt.decode('utf-8', 'replace')!r}):", markup=False)
+    CONSOLE.print(sample.decode("utf-8", "replace"), style="italic", markup=False)
+    CONSOLE.print(f"\nwritten to {folder}: model/, checkpoint/, metrics.jsonl, loss.svg", markup=False)
+    if not last < first:
+        CONSOLE.print("error: the loss did not fall")
+        return WORK_FAILED
+    return 0
+
+
+def resume_command(words: list[str]) -> str:
+    """The command line that goes on with a run."""
+    import shlex
+
+    return shlex.join(["moe-onnx", *words, *([] if "--resume" in words else ["--resume"])])
+
+
+def session_options(threads: int | None) -> onnxruntime.SessionOptions:
+    """Onnxruntime's options for so many threads; None: its own choice."""
+    options = onnxruntime.SessionOptions()
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    return options
+
+
+def schedule_with(schedule: Schedule, **given: Any) -> Schedule:
+    """A schedule with the values that were given on the command line."""
+    values = {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
+    return Schedule(**values | {name: value for name, value in given.items() if value is not None})
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None  # the last line of a process that was killed
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _help_topics() -> np.ndarray[Any, Any]:
+    """Real English that every Python brings along: the text of its help topics."""
+    from pydoc_data import topics
+
+    return np.frombuffer("\n\n".join(topics.topics.values()).encode(), np.uint8)
+
+
+def overwrites(folder: Path) -> bool:
+    """Whether a run is in a folder already."""
+    return has_checkpoint(folder / "checkpoint") or os.path.exists(folder / "metrics.jsonl")

@@ -1,0 +1,136 @@
+"""What may go into a graph as a batch: checked here, before anything runs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from moe_onnx.build.manifest import TensorInfo
+from moe_onnx.errors import BatchError
+
+Array = np.ndarray[Any, Any]
+
+
+def checked_batch(
+    batch: Mapping[str, Any], inputs: Sequence[TensorInfo], config: Mapping[str, Any]
+) -> dict[str, Array]:
+    """The batch as contiguous arrays of the graph's dtypes, absent ones filled in.
+
+    An absent ``attention_mask`` is all ones, absent ``labels`` are the ``input_ids``. Integers and
+    floats are widened where that loses nothing; nothing else is converted.
+
+    Args:
+        batch: Arrays (or lists) by input name.
+        inputs: The graph's inputs of role ``"batch"``.
+        config: The manifest's config: ``vocab_size`` and ``ignore_index`` say which ids are legal.
+
+    Raises:
+        BatchError: Name, dtype, shape or value does not fit; names input, position, value and rule.
+    """
+    names = [info.name for info in inputs]
+    if not isinstance(batch, Mapping):
+        raise BatchError(
+            f"A batch must map input names to arrays ({', '.join(names)}), got {type(batch).__name__}."
+        )
+    for name in batch:
+        if name not in names:
+            close = difflib.get_close_matches(str(name), names, 1)
+            hint = f"Did you mean '{close[0]}'? " if close else ""
+            raise BatchError(f"The graph has no batch input '{name}'. {hint}It has: {', '.join(names)}.")
+    done: dict[str, Array] = {}
+    sizes: dict[str, tuple[int, str]] = {}
+    for info in inputs:
+        if info.name in batch:
+            array = _converted(batch[info.name], info)
+            _check_shape(array, info, sizes)
+            _check_values(array, info.name, config)
+            done[info.name] = array
+    for info in inputs:
+        if info.name not in batch:
+            done[info.name] = _default(info, done)
+    return done
+
+
+def _default(info: TensorInfo, done: Mapping[str, Array]) -> Array:
+    ids = done.get("input_ids")
+    if ids is not None and info.name == "labels":
+        return ids
+    if ids is not None and info.name == "attention_mask":
+        return np.ones_like(ids)
+    given = ", ".join(done) or "none"
+    raise BatchError(f"Batch input '{info.name}' {_shape(info.shape)} is missing; given: {given}.")
+
+
+def _converted(value: Any, info: TensorInfo) -> Array:
+    wanted = np.dtype(info.dtype)
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise BatchError(f"Batch input '{info.name}' is no array: {error}.") from error
+    exact = np.can_cast(array.dtype, wanted, "safe") and (
+        array.dtype != bool or info.name == "attention_mask"
+    )
+    exact = exact and (array.dtype.kind in "iub") == (wanted.kind in "iub")
+    if not hasattr(value, "dtype") and wanted.kind == "f" and array.dtype.kind in "iuf":
+        exact = True  # Python's own numbers have no precision to lose on purpose
+    if not exact:
+        raise BatchError(
+            f"Batch input '{info.name}' must be {wanted}, or what widens to it exactly, got {array.dtype}. "
+            "Convert it with .astype if that is what you mean."
+        )
+    return np.ascontiguousarray(array, wanted).reshape(array.shape)
+
+
+def _check_shape(array: Array, info: TensorInfo, sizes: dict[str, tuple[int, str]]) -> None:
+    if array.ndim != len(info.shape):
+        raise BatchError(
+            f"Batch input '{info.name}' must have shape {_shape(info.shape)}, got {_shape(array.shape)}."
+        )
+    for axis, (size, dim) in enumerate(zip(array.shape, info.shape, strict=True)):
+        if not size:
+            raise BatchError(
+                f"Batch input '{info.name}' is empty: axis {axis} of {_shape(array.shape)} is 0."
+            )
+        if isinstance(dim, int):
+            want, whose = dim, "the graph"
+        else:
+            want, whose = sizes.setdefault(dim, (size, f"input '{info.name}'"))
+        if size != want:
+            name = f" ({dim})" if isinstance(dim, str) else ""
+            raise BatchError(
+                f"Batch input '{info.name}': axis {axis}{name} must be {want}, as in {whose}, got {size} "
+                f"(shape {_shape(array.shape)}, expected {_shape(info.shape)})."
+            )
+
+
+def _check_values(array: Array, name: str, config: Mapping[str, Any]) -> None:
+    vocab = config.get("vocab_size")
+    if name == "attention_mask":
+        if int(array.min()) < 0 or int(array.max()) > 1:
+            raise _bad_value(array, (array < 0) | (array > 1), name, "1 (real) or 0 (padding)")
+    elif name == "input_ids" and vocab is not None:
+        if int(array.min()) < 0 or int(array.max()) >= vocab:
+            raise _bad_value(array, (array < 0) | (array >= vocab), name, f"in [0, {vocab})")
+    elif name == "labels" and vocab is not None:
+        if int(array.min()) < 0 or int(array.max()) >= vocab:
+            ignore = config.get("ignore_index", -100)
+            bad = ((array < 0) | (array >= vocab)) & (array != ignore)
+            if bad.any():
+                raise _bad_value(array, bad, name, f"in [0, {vocab}) or {ignore} (left out)")
+    elif array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise _bad_value(array, ~np.isfinite(array), name, "finite")
+
+
+def _bad_value(array: Array, bad: Array, name: str, rule: str) -> BatchError:
+    position = tuple(int(i) for i in np.argwhere(bad)[0])
+    return BatchError(
+        f"Batch input '{name}': values must be {rule}, got {array[position].item()} at {list(position)} "
+        f"({int(bad.sum())} such values)."
+    )
+
+
+def _shape(dims: Sequence[int | str]) -> str:
+    return f"[{', '.join(map(str, dims))}]"

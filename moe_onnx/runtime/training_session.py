@@ -1,0 +1,242 @@
+"""``moe_onnx.TrainingSession``: trains a training graph with stock onnxruntime."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from moe_onnx.build.manifest import Manifest
+from moe_onnx.build.training_graph import TrainingGraph
+from moe_onnx.errors import CheckpointError, ModelError, NonFiniteError, OptionError
+from moe_onnx.runtime.batch import checked_batch
+from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
+from moe_onnx.runtime.session import InferenceSession, interrupts_deferred
+from moe_onnx.runtime.training_state import STEP, Array, BoundGraph, TrainingState, checked_tensors
+
+ASSEMBLIES = ("grad+apply", "step")
+
+
+class TrainingSession:
+    """Parameters and optimizer state, and the graphs that train them.
+
+    A step runs the graphs ``"grad"`` and ``"apply"`` if there are both (updates are written in place),
+    else the graph ``"step"`` (updates are written to a second set of tensors, which becomes the
+    current one). The loss and the gradient norm are looked at in between: whatever goes wrong, and
+    whenever Ctrl-C is pressed, the state is that of a whole number of steps.
+
+    Args:
+        graph: A :class:`TrainingGraph`, or the folder it was saved to.
+        parameters: Initial values by name, float32; None: drawn by ``graph.init_parameters(seed)``.
+        seed: Of the initial values.
+        lr: Learning rate, or a function of the number of the update (1 for the first).
+        kernels: As in :class:`InferenceSession`.
+        sess_options: onnxruntime's options, for all graphs.
+        assembly: ``"grad+apply"`` or ``"step"``; None: the first that the graph has.
+        non_finite: What a NaN or infinite loss or gradient norm leads to: ``"raise"`` an error, or
+            ``"skip"`` the update, with ``metrics["skipped"]`` True. The state stays as it was.
+
+    Raises:
+        OptionError: If an option is none of these.
+        ModelError: If the graph lacks an assembly.
+        CheckpointError: If ``parameters`` do not fit; names tensor, expected and found.
+    """
+
+    def __init__(
+        self,
+        graph: TrainingGraph | str | os.PathLike[str],
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        lr: float | Callable[[int], float] = 1e-3,
+        kernels: str = "auto",
+        sess_options: onnxruntime.SessionOptions | None = None,
+        assembly: str | None = None,
+        non_finite: str = "raise",
+    ) -> None:
+        if isinstance(graph, (str, os.PathLike)):
+            graph = TrainingGraph.load(graph)
+        if non_finite not in ("raise", "skip"):
+            raise OptionError(f"non_finite must be 'raise' or 'skip', got {non_finite!r}.")
+        self.lr = lr
+        self.non_finite = non_finite
+        self._graph = graph
+        self._manifest: Manifest = graph.manifest
+        self._kernels = kernels
+        self._options = sess_options if sess_options is not None else onnxruntime.SessionOptions()
+        self._assembly = _chosen(assembly, self._manifest)
+        self._sessions: dict[str, InferenceSession] = {}
+        self._bound: dict[tuple[str, int], BoundGraph] = {}
+        self._state = TrainingState(self._manifest, sides=2 if self._assembly == "step" else 1)
+        self._global_step = 0
+        self._broken = False
+        if parameters is None:
+            parameters = graph.init_parameters(seed)
+        layout = {name: self._state.layout[name] for name in self._manifest.parameter_names}
+        self._state.fill(checked_tensors(parameters, layout, "parameters"))
+        for part in self._assembly.split("+") if self._assembly else ():
+            self._bind(part)  # a graph that does not load is better known now
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the graphs' tensors are for."""
+        return self._manifest
+
+    @property
+    def global_step(self) -> int:
+        """Number of updates so far."""
+        return self._global_step
+
+    @property
+    def assembly(self) -> str:
+        """The graphs a step runs; empty where the graph can only evaluate."""
+        return self._assembly
+
+    def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """One update.
+
+        Args:
+            batch: Arrays by name; ``labels`` (the ids themselves) and ``attention_mask`` (all ones)
+                may be left out.
+
+        Returns:
+            The graph's metrics (``loss``, ``grad_norm``, ... as numbers, ``expert_load`` as array),
+            ``step`` (the updates so far, this one included), ``lr`` and ``skipped``.
+
+        Raises:
+            BatchError: If the batch does not fit the graph; nothing has run.
+            NonFiniteError: If loss or gradient norm are not finite; the state is as before.
+            ModelError: If the graph has no assembly that updates.
+        """
+        if not self._assembly:
+            raise ModelError(
+                f"The training graph cannot step: it has {', '.join(self._manifest.graphs)}, and a step "
+                "needs 'grad' and 'apply', or 'step'."
+            )
+        with interrupts_deferred():
+            return self._step(batch, self._global_step + 1)
+
+    def _step(self, batch: Mapping[str, Any], number: int) -> dict[str, Any]:
+        lr = self._set_hyperparameters(number)
+        metrics = self._run("step" if self._assembly == "step" else "grad", batch).read_metrics()
+        metrics |= {"lr": lr, "step": number, "skipped": False}
+        if not self._is_finite(metrics, number):
+            return metrics | {"step": self._global_step, "skipped": True}
+        if self._assembly == "step":
+            self._state.side = 1 - self._state.side
+        else:
+            self._broken = True  # should the run fail half way
+            self._bind("apply").run({})
+            self._broken = False
+        self._global_step = number
+        return metrics
+
+    def eval(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The metrics of a batch, without an update; the batch as in :meth:`step`."""
+        return self._run("eval", batch).read_metrics()
+
+    def forward(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
+        """The outputs of the graph ``"forward"``, such as ``logits`` ``[batch, sequence, vocab]``."""
+        return self._run("forward", inputs).free_outputs()
+
+    def parameters(self) -> dict[str, Array]:
+        """Copies of the parameters by name."""
+        current = self._usable().current
+        return {name: current[name].array.copy() for name in self._manifest.parameter_names}
+
+    def state_dict(self) -> dict[str, Array]:
+        """Copies of parameters, optimizer state and the step counter (``"step"``), by name."""
+        tensors = {name: cell.array.copy() for name, cell in self._usable().current.items()}
+        return tensors | {STEP: np.array(self._global_step, np.int64)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave, all of it or nothing.
+
+        Raises:
+            CheckpointError: If a tensor is missing, unknown, or of another shape or dtype.
+        """
+        tensors = dict(state)
+        step = np.asarray(tensors.pop(STEP, None))
+        if step.shape or step.dtype.kind != "i" or step < 0:
+            raise CheckpointError(
+                f"state dict: '{STEP}' must be an integer >= 0, found {state.get(STEP)!r:.60}."
+            )
+        tensors = checked_tensors(tensors, self._state.layout, "state dict")
+        with interrupts_deferred():
+            self._state.fill(tensors)
+            self._global_step = int(step)
+            self._broken = False
+
+    def state_layout(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of all tensors of the state dict but the step, by name."""
+        return dict(self._state.layout)
+
+    def save_checkpoint(
+        self, folder: str | os.PathLike[str], *, data: Mapping[str, Any] | None = None
+    ) -> Path:
+        """See :func:`moe_onnx.save_checkpoint`."""
+        return save_checkpoint(self, folder, data=data)
+
+    def load_checkpoint(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
+        """See :func:`moe_onnx.load_checkpoint`."""
+        return load_checkpoint(self, folder)
+
+    def _usable(self) -> TrainingState:
+        if self._broken:
+            raise ModelError("An update failed half way; the state is undefined. Load a checkpoint to go on.")
+        return self._state
+
+    def _run(self, assembly: str, batch: Mapping[str, Any]) -> BoundGraph:
+        self._usable()
+        bound = self._bind(assembly)
+        bound.run(checked_batch(batch, bound.batch_inputs, self._manifest.config))
+        return bound
+
+    def _bind(self, assembly: str) -> BoundGraph:
+        side = self._state.side
+        if (assembly, side) not in self._bound:
+            graph = self._manifest.graph(assembly)
+            if assembly not in self._sessions:
+                self._sessions[assembly] = InferenceSession(
+                    self._graph.models[assembly], self._options, kernels=self._kernels
+                )
+            writes = 1 - side if assembly == "step" else side
+            session = self._sessions[assembly]
+            self._bound[assembly, side] = BoundGraph(session, graph, self._state, side, writes)
+        return self._bound[assembly, side]
+
+    def _set_hyperparameters(self, number: int) -> float:
+        lr = float(self.lr(number) if callable(self.lr) else self.lr)
+        if not math.isfinite(lr) or lr < 0:
+            raise OptionError(f"lr must be a finite number >= 0, got {lr} for update {number}.")
+        for name, value in (("lr", lr), ("step", number)):
+            if name in self._state.shared:
+                self._state.shared[name].array[...] = value
+        return lr
+
+    def _is_finite(self, metrics: dict[str, Any], number: int) -> bool:
+        for name, said in (("loss", "loss"), ("grad_norm", "gradient norm")):
+            if name in metrics and not math.isfinite(metrics[name]):
+                if self.non_finite == "skip":
+                    return False
+                raise NonFiniteError(
+                    f"Update {number}: the {said} is {metrics[name]}. Nothing was updated. Lower the "
+                    "learning rate, or pass non_finite='skip' to leave such batches out.",
+                    metrics=metrics,
+                )
+        return True
+
+
+def _chosen(assembly: str | None, manifest: Manifest) -> str:
+    if assembly is None:
+        return next((a for a in ASSEMBLIES if all(part in manifest.graphs for part in a.split("+"))), "")
+    if assembly not in ASSEMBLIES:
+        raise OptionError(f"assembly must be one of {', '.join(map(repr, ASSEMBLIES))}, got {assembly!r}.")
+    for part in assembly.split("+"):
+        manifest.graph(part)
+    return assembly
