@@ -56,7 +56,9 @@ def differentiate(
     taken = {value.name for value in graph.outputs} | set(values)
     for name in wanted:
         if f"{name}{suffix}" in taken:
-            raise OptionError(f"differentiate: the model has a value '{name}{suffix}' already; give another suffix.")
+            raise OptionError(
+                f"differentiate: the model has a value '{name}{suffix}' already; give another suffix."
+            )
     if len(set(wanted)) < len(wanted):
         raise OptionError(f"differentiate: wrt names a value twice: {', '.join(wanted)}.")
     gradients = add_gradients(emitter, _find(values, loss, "loss"), outputs)

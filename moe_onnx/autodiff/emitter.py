@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from moe_onnx.errors import ModelError
 from moe_onnx.spec import DOMAIN, VERSION
 
-Attribute = int | float | str | Sequence[int] | np.integer[Any] | np.floating[Any] | np.dtype[Any] | ir.DataType
+Scalar = int | float | str | np.integer[Any] | np.floating[Any]
+Attribute = Scalar | Sequence[Scalar] | np.dtype[Any] | ir.DataType | ir.TensorProtocol
 
 
 class Emitter:
@@ -35,6 +38,8 @@ class Emitter:
         self._own: set[str | None] = set()  # names given here, which may be changed
         self._seen: dict[Any, ir.Node] = {}
         self._constants: dict[Any, ir.Value] = {}
+        for inner in graph.subgraphs():
+            self._names.update(value.name for value in (*inner.inputs, *inner.initializers.values()))
         for node in graph.all_nodes():
             self._names.update(value.name for value in node.outputs)
             self._node_names.add(node.name)
@@ -51,7 +56,12 @@ class Emitter:
             self._scope.pop()
 
     def op(
-        self, op_type: str, *inputs: ir.Value | None, domain: str = "", name: str = "", **attributes: Attribute
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        domain: str = "",
+        name: str = "",
+        **attributes: Attribute,
     ) -> ir.Value:
         """Emit a node of one output, or find the same one; attributes that are None are left out."""
         return self.ops(op_type, *inputs, outputs=1, domain=domain, name=name, **attributes)[0]
@@ -71,6 +81,12 @@ class Emitter:
         found = self._seen.get(key)
         if found is not None and len(found.outputs) == outputs:
             return found.outputs
+        if domain not in self.graph.opset_imports:
+            if domain != DOMAIN:
+                raise ModelError(f"The graph does not import the domain '{domain}' of {op_type}.")
+            self.graph.opset_imports[domain] = VERSION
+        if domain == "":
+            _check_opset(op_type, self.graph.opset_imports[""], len(inputs), attrs)
         node = ir.Node(domain, op_type, inputs, attrs, num_outputs=outputs)
         base = "/".join([*self._scope, name or op_type])
         node.name = self._fresh(base, self._node_names)
@@ -78,10 +94,6 @@ class Emitter:
             value.name = self._fresh(node.name if outputs == 1 else f"{node.name}:{i}", self._names)
             self._own.add(value.name)
             value.dtype = _dtype(node, i)
-        if domain not in self.graph.opset_imports:
-            if domain != DOMAIN:
-                raise ModelError(f"The graph does not import the domain '{domain}' of {op_type}.")
-            self.graph.opset_imports[domain] = VERSION
         self.graph.append(node)
         self._seen[key] = node
         return node.outputs
@@ -90,7 +102,9 @@ class Emitter:
         """A constant, one initializer for each content. Without ``dtype`` integers are int64."""
         elem = dtype if isinstance(dtype, ir.DataType) else None
         array = np.asarray(value, elem.numpy() if elem else dtype)
-        if dtype is None and array.dtype.kind in "iu":
+        if dtype is None and (
+            array.dtype.kind in "iu" or (not isinstance(value, np.ndarray) and array.size == 0)
+        ):
             array = array.astype(np.int64)
         key = (array.dtype.str, array.dtype.name, array.shape, array.tobytes())
         if key not in self._constants:
@@ -160,14 +174,43 @@ def _dtype(node: ir.Node, index: int) -> ir.DataType | None:
         if index in indices.get(node.op_type, ()):
             return ir.DataType.INT32
         return None if first is None else first.dtype
-    if node.op_type in _BOOLS:
+    if node.domain == "" and node.op_type in _BOOLS:
         return ir.DataType.BOOL
     if node.op_type in _INT64S or (node.op_type == "TopK" and index == 1):
         return ir.DataType.INT64
     if node.op_type == "Cast":
         return ir.DataType(node.attributes["to"].as_int())
-    like = node.inputs[1] if node.op_type in ("Where", "CastLike") else node.inputs[0] if node.inputs else None
+    first = 1 if node.op_type in ("Where", "CastLike") else 0
+    like = node.inputs[first] if len(node.inputs) > first else None
     return None if like is None else like.dtype
+
+
+@lru_cache(maxsize=512)
+def _signature(op_type: str, version: int) -> tuple[int, frozenset[str]] | None:
+    """The most inputs and the attributes that an opset gives a standard operator."""
+    try:
+        schema = onnx.defs.get_schema(op_type, version, "")
+    except onnx.defs.SchemaError:
+        return None
+    return schema.max_input, frozenset(schema.attributes)
+
+
+def _check_opset(op_type: str, version: int, inputs: int, attrs: Sequence[ir.Attr]) -> None:
+    """Refuse what the graph's opset does not have, rather than emit a model that is not valid."""
+    found = _signature(op_type, version)
+    if found is None:
+        missing = f"the operator {op_type}"
+    elif inputs > found[0]:
+        missing = f"input {inputs} of {op_type}"
+    else:
+        unknown = [attr.name for attr in attrs if attr.name not in found[1]]
+        if not unknown:
+            return
+        missing = f"the attribute {unknown[0]} of {op_type}"
+    raise ModelError(
+        f"Opset {version} of ai.onnx has not {missing}, which has to be emitted. "
+        "Convert the model to opset 18 or newer (onnx.version_converter.convert_version)."
+    )
 
 
 def _attribute(name: str, value: Any) -> ir.Attr:
@@ -177,8 +220,15 @@ def _attribute(name: str, value: Any) -> ir.Attr:
         value = int(value if isinstance(value, ir.DataType) else ir.DataType.from_numpy(value))
     elif isinstance(value, np.generic):
         value = value.item()
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        return ir.AttrInt64s(name, [int(item) for item in value])
+    elif isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str):
+        items = [item.item() if isinstance(item, np.generic) else item for item in value]
+        if any(isinstance(item, str) for item in items):
+            return ir.AttrStrings(name, items)
+        if any(isinstance(item, float) for item in items):
+            return ir.AttrFloat32s(name, [float(item) for item in items])
+        return ir.AttrInt64s(name, [int(item) for item in items])
+    elif isinstance(value, ir.TensorProtocol):
+        return ir.AttrTensor(name, value)
     if isinstance(value, int):
         return ir.AttrInt64(name, value)
     if isinstance(value, float):

@@ -79,6 +79,15 @@ class Gradients:
             return self.constant(list(dims))
         return self.op("Shape", value)
 
+    def size(self, value: ir.Value, axis: int) -> ir.Value:
+        """One size of a value, as an int64 vector of one element, read when the graph runs."""
+        axis %= self.rank(value)
+        return self.op("Shape", value, start=axis, end=axis + 1)
+
+    def cast(self, value: ir.Value, other: ir.Value) -> ir.Value:
+        """``value`` in the dtype of ``other``."""
+        return value if value.dtype == other.dtype else self.op("Cast", value, to=other.dtype)
+
     def rank(self, value: ir.Value) -> int:
         """The rank of a value, which must be known.
 
@@ -135,8 +144,7 @@ class Gradients:
         if small is not None and small == large and None not in small:
             return grad
         if small is None or large is None:
-            self.rank(value)
-            raise GradientError(f"The rank of what '{value.name}' was broadcast to is not known.")
+            return self._unbroadcast_unranked(grad, value)
         lead = len(large) - len(small)
         grad = self.sum(grad, range(lead), keepdims=False)
         pairs = list(zip(small, large[lead:], strict=True))
@@ -148,13 +156,24 @@ class Gradients:
         axes = self.op("Reshape", axes, self.constant([-1]))
         return self.op("ReduceSum", grad, axes, keepdims=1, noop_with_empty_axes=1)
 
+    def _unbroadcast_unranked(self, grad: ir.Value, value: ir.Value) -> ir.Value:
+        """Everything is found when the graph runs, also how many axes there are."""
+        shape = self.op("Shape", value)
+        one = self.constant([1])
+        lead = self.op("Sub", self.op("Shape", self.op("Shape", grad)), self.op("Shape", shape))
+        stretched = self.op("Equal", self.op("Concat", self.op("Expand", one, lead), shape, axis=0), one)
+        axes = self.op("Reshape", self.op("NonZero", stretched), self.constant([-1]))
+        summed = self.op("ReduceSum", grad, axes, keepdims=1, noop_with_empty_axes=1)
+        return self.op("Reshape", summed, shape, allowzero=1)
+
     def reshape_like(self, grad: ir.Value, value: ir.Value) -> ir.Value:
         """``grad`` in the shape of ``value``: by a constant where at most one size is not known."""
         dims = sizes(value)
         if dims is not None and 0 not in dims:
             unknown = [i for i, dim in enumerate(dims) if not isinstance(dim, int)]
             if len(unknown) <= 1:
-                return self.op("Reshape", grad, self.constant([-1 if i in unknown else d for i, d in enumerate(dims)]))
+                target = [-1 if i in unknown else dim for i, dim in enumerate(dims)]
+                return self.op("Reshape", grad, self.constant(target))
         return self.op("Reshape", grad, self.op("Shape", value), allowzero=1)
 
 
@@ -185,3 +204,9 @@ def constant_ints(value: ir.Value | None) -> list[int] | None:
         return None
     tensor = ir.convenience.get_const_tensor(value)
     return None if tensor is None else [int(item) for item in tensor.numpy().ravel()]
+
+
+def constant_number(value: ir.Value | None) -> float | None:
+    """The number in a constant scalar input, or None where it is not known before the graph runs."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None or tensor.size != 1 else float(tensor.numpy().ravel()[0])

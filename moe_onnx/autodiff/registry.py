@@ -11,7 +11,7 @@ import onnx_ir as ir
 from moe_onnx.errors import OptionError
 
 if TYPE_CHECKING:
-    from moe_onnx.autodiff.gradients import Gradients
+    pass
 
 # rule(g, node, *gradients of the outputs) -> a gradient for each input, None where there is none.
 # The gradient of an output that the loss does not use is None.
@@ -47,12 +47,16 @@ def register_gradient(
         domain: Its domain; ``""`` is ``ai.onnx``.
         since: First version of the domain's opset that the rule is right for.
         until: Last version; None: all later ones.
-        replace: Whether the rule takes the place of one that is there.
+        replace: Whether the rule takes the place of one that is there, for its own versions.
 
     Raises:
-        OptionError: If there is a rule for one of the versions already.
+        OptionError: If there is a rule for one of the versions already, or there are no such versions.
     """
     domain = "" if domain == "ai.onnx" else domain
+    if not isinstance(op_type, str):
+        raise OptionError(f"register_gradient: op_type must be the name of an operator, got {op_type!r}.")
+    if until is not None and until < since:
+        raise OptionError(f"register_gradient: until must be at least since ({since}), got {until}.")
 
     def register(rule: Rule) -> Rule:
         entries = _RULES.setdefault((domain, op_type), [])
@@ -63,8 +67,9 @@ def register_gradient(
                 f"register_gradient: {_label(domain, op_type)} has a rule for versions "
                 f"{_range(clashes[0])} already. Pass replace=True to take its place."
             )
-        entries[:] = [old for old in entries if old not in clashes]
+        entries[:] = [part for old in entries for part in _without(old, new)]
         entries.append(new)
+        entries.sort(key=lambda entry: entry.since)
         return rule
 
     return register
@@ -85,6 +90,18 @@ def rules() -> dict[tuple[str, str], list[str]]:
 
 def _overlap(a: _Entry, b: _Entry) -> bool:
     return a.since <= (b.until or a.since) and b.since <= (a.until or b.since)
+
+
+def _without(old: _Entry, new: _Entry) -> list[_Entry]:
+    """What of an entry's versions another one leaves."""
+    if not _overlap(old, new):
+        return [old]
+    parts = []
+    if old.since < new.since:
+        parts.append(_Entry(old.since, new.since - 1, old.rule))
+    if new.until is not None and (old.until is None or new.until < old.until):
+        parts.append(_Entry(new.until + 1, old.until, old.rule))
+    return parts
 
 
 def _range(entry: _Entry) -> str:

@@ -11,6 +11,7 @@ from moe_onnx.autodiff.gradients import Gradients, is_float, sizes
 from moe_onnx.autodiff.registry import find_rule
 from moe_onnx.errors import GradientError, MoeOnnxError
 
+
 def add_gradients(emitter: Emitter, loss: ir.Value, wrt: Sequence[ir.Value]) -> list[ir.Value]:
     """Emit the gradient of ``loss`` for each value of ``wrt``.
 

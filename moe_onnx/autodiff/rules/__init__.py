@@ -1,5 +1,14 @@
 """The gradient rules, grouped by family. Importing a family registers its rules."""
 
-from moe_onnx.autodiff.rules import elementwise, indexing, matmul, moe, reduction, shaping
+from moe_onnx.autodiff.rules import (
+    activations,
+    elementwise,
+    indexing,
+    matmul,
+    moe,
+    normalization,
+    reduction,
+    shaping,
+)
 
-FAMILIES = (elementwise, indexing, matmul, moe, reduction, shaping)
+FAMILIES = (activations, elementwise, indexing, matmul, moe, normalization, reduction, shaping)

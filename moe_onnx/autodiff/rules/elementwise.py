@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import onnx_ir as ir
 
-from moe_onnx.autodiff.gradients import Gradients, attribute
+from moe_onnx.autodiff.gradients import Gradients
 from moe_onnx.autodiff.registry import register_gradient
-from moe_onnx.errors import GradientError
 
 Grads = list[ir.Value | None]
 
@@ -42,6 +39,8 @@ def add(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
 @register_gradient("Sum", since=8)
 def sum_(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     """``y = a + b + ..``."""
+    if len(node.inputs) == 1:
+        return [d]
     return [_undo(g, node, i, d) for i in range(len(node.inputs))]
 
 
@@ -122,72 +121,34 @@ def cos(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     return [g.neg(g.mul(d, g.op("Sin", node.inputs[0])))]
 
 
-@register_gradient("Sigmoid", since=6)
-def sigmoid(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
-    """``d y (1 - y)``."""
-    y = node.outputs[0]
-    return [g.mul(d, g.mul(y, g.sub(g.like(1.0, y), y)))]
-
-
-@register_gradient("Tanh", since=6)
-def tanh(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
-    """``d (1 - y^2)``."""
-    y = node.outputs[0]
-    return [g.mul(d, g.sub(g.like(1.0, y), g.mul(y, y)))]
-
-
-@register_gradient("Erf", since=9)
-def erf(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
-    """``d 2/sqrt(pi) exp(-x^2)``."""
-    (x,) = node.inputs
-    assert x is not None
-    bell = g.op("Exp", g.neg(g.mul(x, x)))
-    return [g.mul(d, g.mul(bell, g.like(2 / math.sqrt(math.pi), x)))]
-
-
-@register_gradient("Softplus", since=1)
-def softplus(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
-    """``d sigmoid(x)``."""
-    return [g.mul(d, g.op("Sigmoid", node.inputs[0]))]
-
-
-@register_gradient("Relu", since=6)
-def relu(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
-    """``d`` where y > 0, else 0, also at 0 (as PyTorch); selected, so that no NaN leaks."""
-    y = node.outputs[0]
-    zero = g.like(0.0, y)
-    return [g.op("Where", g.op("Greater", y, zero), d, zero)]
-
-
-@register_gradient("Gelu", since=20)
-def gelu(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
-    """Exact form: ``d (Phi(x) + x phi(x))``, with the normal distribution's Phi and density phi."""
-    (x,) = node.inputs
-    assert x is not None
-    if attribute(node, "approximate", "none") != "none":
-        raise GradientError("only approximate='none' has a gradient rule.")
-    half, one = g.like(0.5, x), g.like(1.0, x)
-    error = g.op("Erf", g.mul(x, g.like(math.sqrt(0.5), x)))
-    below = g.mul(half, g.add(one, error))
-    bell = g.op("Exp", g.mul(g.mul(x, x), g.like(-0.5, x)))
-    density = g.mul(bell, g.like(1 / math.sqrt(2 * math.pi), x))
-    return [g.mul(d, g.add(below, g.mul(x, density)))]
-
-
 @register_gradient("Pow", since=7)
 def pow_(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
-    """``d b a^(b-1)``, and ``d y log a``."""
+    """``d b a^(b-1)``, 0 where b is 0; and ``d y log a``, 0 where a is 0 and b is not negative."""
     a, b = node.inputs
     assert a is not None and b is not None
-    power = b if b.dtype == a.dtype else g.op("CastLike", b, a)
+    power, zero = g.cast(b, a), g.like(0.0, a)
     da = db = None
     if g.needs(a):
-        less = g.op("Pow", a, g.sub(power, g.like(1.0, a)))
-        da = _undo(g, node, 0, g.mul(d, g.mul(power, less)))
+        slope = g.mul(power, g.op("Pow", a, g.sub(power, g.like(1.0, a))))
+        flat = g.op("Equal", power, zero)  # 0 a^-1 would be NaN at 0
+        da = _undo(g, node, 0, g.mul(d, g.op("Where", flat, zero, slope)))
     if g.needs(b):
-        db = _undo(g, node, 1, g.mul(d, g.mul(node.outputs[0], g.op("Log", a))))
-        db = db if b.dtype == a.dtype else g.op("CastLike", db, b)
+        slope = g.mul(node.outputs[0], g.op("Log", a))
+        flat = g.op("And", g.op("Equal", a, zero), g.op("GreaterOrEqual", power, zero))
+        db = _undo(g, node, 1, g.cast(g.mul(d, g.op("Where", flat, zero, slope)), b))
     return [da, db]
+
+
+@register_gradient("Max", since=8)
+@register_gradient("Min", since=8)
+def extremum(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``d`` where an input is the extremum; those that tie have equal parts of it (as PyTorch)."""
+    y = node.outputs[0]
+    if len(node.inputs) == 1:
+        return [d]
+    hits = [g.cast(g.op("Equal", x, y), y) for x in node.inputs]
+    share = g.div(d, g.op("Sum", *hits))
+    return [_undo(g, node, i, g.mul(share, hit)) for i, hit in enumerate(hits)]
 
 
 @register_gradient("Where", since=9)

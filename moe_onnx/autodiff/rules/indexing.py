@@ -58,6 +58,32 @@ def scatter_elements(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     return [g.op("ScatterElements", d, index, zeros, axis=axis), None, taken]
 
 
+@register_gradient("GatherND", since=11)
+def gather_nd(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """As Gather, of the rows that are left when the indexed axes are made one."""
+    x, index = node.inputs
+    assert x is not None and index is not None
+    if attribute(node, "batch_dims", 0):
+        raise GradientError("only batch_dims=0 has a gradient rule.")
+    g.rank(index)
+    depth = (sizes(index) or (None,))[-1]
+    if not isinstance(depth, int):
+        raise GradientError(f"the last size of '{index.name}' must be known.")
+    dims = [g.size(x, axis) for axis in range(depth)]
+    strides = [g.constant([1])]
+    for dim in dims[:0:-1]:
+        strides.insert(0, g.mul(strides[0], dim))
+    limits = g.op("Concat", *dims, axis=0)
+    positive = g.op("Where", g.op("Less", index, g.constant(0)), g.add(index, limits), index)
+    row = g.sum(g.mul(positive, g.op("Concat", *strides, axis=0)), [-1], keepdims=False)
+    row = g.op("Reshape", row, g.constant([-1, 1]))
+    flat = g.op("Flatten", g.zeros_like(x, d), axis=depth)
+    whole = g.op("Concat", g.op("Shape", row, end=1), g.op("Shape", flat, start=1), axis=0)
+    grads = g.op("Reshape", d, whole, allowzero=1)
+    summed = g.op("ScatterElements", flat, g.op("Expand", row, whole), grads, axis=0, reduction="add")
+    return [g.reshape_like(summed, x), None]
+
+
 @register_gradient("TopK", since=11)
 def top_k(g: Gradients, node: ir.Node, d: ir.Value | None, _: ir.Value | None) -> Grads:
     """The values' gradients go to where they were found."""

@@ -16,7 +16,7 @@ def matmul(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     """``y = a b`` over the last two axes: ``d b^T`` and ``a^T d``, summed over broadcast axes."""
     a, b = node.inputs
     assert a is not None and b is not None
-    y, rank_a, rank_b = node.outputs[0], g.rank(a), g.rank(b)
+    rank_a, rank_b = g.rank(a), g.rank(b)
     if rank_a == 2 and rank_b == 2:
         da = g.op("Gemm", d, b, transB=1) if g.needs(a) else None
         return [da, g.op("Gemm", a, d, transA=1) if g.needs(b) else None]
@@ -24,8 +24,8 @@ def matmul(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
         da = g.op("MatMul", d, _transposed(g, b, 2)) if g.needs(a) else None
         if not g.needs(b):
             return [da, None]
-        flat_a, flat_d = (_flat(g, value) for value in (a, d))
-        return [da, g.op("Gemm", flat_a, flat_d, transA=1)]
+        rows_a, rows_d = (g.op("Flatten", value, axis=rank_a - 1) for value in (a, d))
+        return [da, g.op("Gemm", rows_a, rows_d, transA=1)]
     # A vector is a matrix of one row (a) or one column (b) whose axis the product drops.
     wide_a = g.op("Unsqueeze", a, g.constant([0])) if rank_a == 1 else a
     wide_b = g.op("Unsqueeze", b, g.constant([1])) if rank_b == 1 else b
@@ -60,12 +60,6 @@ def gemm(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
 
 def _transposed(g: Gradients, value: ir.Value, rank: int) -> ir.Value:
     return g.op("Transpose", value, perm=[*range(rank - 2), rank - 1, rank - 2])
-
-
-def _flat(g: Gradients, value: ir.Value) -> ir.Value:
-    """The matrix of all rows; the row length is read when the graph runs, if need be."""
-    length = g.op("Shape", value, start=-1)
-    return g.op("Reshape", value, g.op("Concat", g.constant([-1]), length, axis=0))
 
 
 def _fit(g: Gradients, grad: ir.Value, value: ir.Value, node: ir.Node) -> ir.Value:

@@ -1,4 +1,4 @@
-"""Rules of reductions and of what normalises along an axis."""
+"""Rules of reductions and of what runs along an axis."""
 
 from __future__ import annotations
 
@@ -13,41 +13,68 @@ from moe_onnx.errors import GradientError
 Grads = list[ir.Value | None]
 
 
-@register_gradient("ReduceSum", since=13)
+@register_gradient("ReduceSum")
 def reduce_sum(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     """Every summed element gets the gradient of its sum."""
-    x = node.inputs[0]
-    return _reduced(g, node, lambda: g.op("Expand", _kept(g, node, d), g.op("Shape", x)))
+    return _reduced(g, node, lambda x: g.op("Expand", _kept(g, node, d), g.op("Shape", x)))
 
 
-@register_gradient("ReduceMean", since=18)
+@register_gradient("ReduceMean")
 def reduce_mean(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     """As ReduceSum, divided by how many elements a mean is of."""
-    x, y = node.inputs[0], node.outputs[0]
 
-    def gradient() -> ir.Value:
-        count = g.div(_size(g, x), _size(g, y))
-        return g.op("Expand", g.div(_kept(g, node, d), g.op("CastLike", count, d)), g.op("Shape", x))
+    def gradient(x: ir.Value) -> ir.Value:
+        # Without elements there may be no means either, and integers must not be divided by 0.
+        means = g.op("Max", g.op("Size", node.outputs[0]), g.constant(1))
+        count = g.cast(g.div(g.op("Size", x), means), d)
+        return g.op("Expand", g.div(_kept(g, node, d), count), g.op("Shape", x))
 
     return _reduced(g, node, gradient)
 
 
-@register_gradient("ReduceSumSquare", since=18)
+@register_gradient("ReduceSumSquare")
 def reduce_sum_square(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     """``2 x d``."""
-    x = node.inputs[0]
-    assert x is not None
-    return _reduced(g, node, lambda: g.mul(x, g.mul(_kept(g, node, d), g.like(2.0, x))))
+    return _reduced(g, node, lambda x: g.mul(x, g.mul(_kept(g, node, d), g.like(2.0, x))))
 
 
-@register_gradient("ReduceLogSumExp", since=18)
+@register_gradient("ReduceLogSumExp")
 def reduce_log_sum_exp(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     """``exp(x - y) d``, which is a softmax: no exponential overflows."""
-    x, y = node.inputs[0], node.outputs[0]
-    assert x is not None
-    return _reduced(
-        g, node, lambda: g.mul(g.op("Exp", g.sub(x, _kept(g, node, y))), _kept(g, node, d))
-    )
+    y = node.outputs[0]
+    return _reduced(g, node, lambda x: g.mul(g.op("Exp", g.sub(x, _kept(g, node, y))), _kept(g, node, d)))
+
+
+@register_gradient("ReduceL1")
+def reduce_l1(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``d sign(x)``, 0 at 0."""
+    return _reduced(g, node, lambda x: g.mul(_kept(g, node, d), g.op("Sign", x)))
+
+
+@register_gradient("ReduceL2")
+def reduce_l2(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``d x / y``, 0 where all elements are 0 (as PyTorch)."""
+
+    def gradient(x: ir.Value) -> ir.Value:
+        y = node.outputs[0]
+        zero = g.like(0.0, y)
+        slope = g.op("Where", g.op("Equal", y, zero), zero, g.div(d, y))
+        return g.mul(x, _kept(g, node, slope))
+
+    return _reduced(g, node, gradient)
+
+
+@register_gradient("ReduceMax")
+@register_gradient("ReduceMin")
+def reduce_extremum(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """Elements that are the extremum have equal parts of the gradient (as PyTorch's amax and amin)."""
+
+    def gradient(x: ir.Value) -> ir.Value:
+        hits = g.cast(g.op("Equal", x, _kept(g, node, node.outputs[0])), x)
+        count = _like_node(g, node, "ReduceSum", hits)
+        return g.mul(hits, g.div(_kept(g, node, d), count))
+
+    return _reduced(g, node, gradient)
 
 
 @register_gradient("Softmax", since=13)
@@ -64,26 +91,41 @@ def log_softmax(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     return [g.sub(d, g.mul(g.op("Exp", y), g.sum(d, [axis], keepdims=True)))]
 
 
-def _reduced(g: Gradients, node: ir.Node, gradient: Callable[[], ir.Value]) -> Grads:
-    return [gradient() if g.needs(node.inputs[0]) else None, *[None] * (len(node.inputs) - 1)]
+@register_gradient("CumSum", since=11)
+def cum_sum(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """The sums of what comes after: the same, from the other end."""
+    exclusive, reverse = attribute(node, "exclusive", 0), attribute(node, "reverse", 0)
+    return [g.op("CumSum", d, node.inputs[1], exclusive=exclusive, reverse=1 - reverse), None]
+
+
+def _reduced(g: Gradients, node: ir.Node, gradient: Callable[[ir.Value], ir.Value]) -> Grads:
+    x = node.inputs[0]
+    assert x is not None
+    return [gradient(x), *[None] * (len(node.inputs) - 1)]
+
+
+def _axes(g: Gradients, node: ir.Node) -> ir.Value | None:
+    """The axes, an input of newer opsets and an attribute of older ones; None: there are none."""
+    if "axes" in node.attributes:
+        return g.constant(list(attribute(node, "axes")))
+    return node.inputs[1] if len(node.inputs) > 1 else None
 
 
 def _kept(g: Gradients, node: ir.Node, value: ir.Value) -> ir.Value:
-    """``value``, in the shape of the output, with the reduced axes kept as 1."""
+    """``value``, in the shape of the output, as it broadcasts against x: reduced axes are kept as 1."""
     if attribute(node, "keepdims", 1):
         return value
-    axes = node.inputs[1] if len(node.inputs) > 1 else None
+    axes = _axes(g, node)
     known = constant_ints(axes)
     if axes is None or known == []:
-        if attribute(node, "noop_with_empty_axes", 0):
-            return value
-        x = node.inputs[0]
-        assert x is not None
-        known = list(range(g.rank(x)))
-    elif known is None:
+        return value  # the same size, or a scalar
+    if known is None:
         raise GradientError("keepdims=0 with axes that are computed in the graph has no gradient rule.")
-    return g.op("Unsqueeze", value, g.constant(known)) if known else value
+    return g.op("Unsqueeze", value, g.constant(known))
 
 
-def _size(g: Gradients, value: ir.Value | None) -> ir.Value:
-    return g.op("Size", value)
+def _like_node(g: Gradients, node: ir.Node, op_type: str, value: ir.Value) -> ir.Value:
+    """Reduce ``value`` along the axes of the node, which are kept as 1."""
+    axes = _axes(g, node)
+    noop = attribute(node, "noop_with_empty_axes", 0)
+    return g.op(op_type, value, *([] if axes is None else [axes]), keepdims=1, noop_with_empty_axes=noop)

@@ -52,7 +52,9 @@ def concat(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
 def split(g: Gradients, node: ir.Node, *d: ir.Value | None) -> Grads:
     """Put together again; a part that the loss does not use has gradient 0."""
     alive = next(grad for grad in d if grad is not None)
-    parts = [g.zeros_like(out, alive) if grad is None else grad for out, grad in zip(node.outputs, d, strict=True)]
+    parts = [
+        g.zeros_like(out, alive) if grad is None else grad for out, grad in zip(node.outputs, d, strict=True)
+    ]
     whole = parts[0] if len(parts) == 1 else g.op("Concat", *parts, axis=attribute(node, "axis", 0))
     return [whole, *[None] * (len(node.inputs) - 1)]
 
@@ -84,6 +86,35 @@ def slice_(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     pads = g.op("Concat", *before, *after, axis=0)
     grad = g.op("Pad", d, pads, None, g.constant(axes))
     return [grad, *[None] * (len(node.inputs) - 1)]
+
+
+@register_gradient("Pad", since=11)
+def pad(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """Pads of the other sign: what was added is cropped, what was cropped has gradient 0."""
+    if attribute(node, "mode", "constant") != "constant":
+        raise GradientError("only mode='constant' has a gradient rule.")
+    pads, axes = node.inputs[1], node.inputs[3] if len(node.inputs) > 3 else None
+    grad = g.op("Pad", d, g.op("Neg", pads), *([] if axes is None else [None, axes]))
+    return [grad, *[None] * (len(node.inputs) - 1)]
+
+
+@register_gradient("Tile", since=6)
+def tile(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """The sum over all copies."""
+    x, repeats = node.inputs
+    assert x is not None and repeats is not None
+    rank, column = g.rank(x), g.constant([1])
+    pairs = [g.op("Unsqueeze", value, column) for value in (repeats, g.shape(x))]
+    split = g.op("Reshape", g.op("Concat", *pairs, axis=1), g.constant([-1]))
+    copies = g.op("Reshape", d, split, allowzero=1)
+    return [g.sum(copies, range(0, 2 * rank, 2), keepdims=False), None]
+
+
+@register_gradient("Trilu", since=14)
+def trilu(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """The same triangle."""
+    rest = node.inputs[1:]
+    return [g.op("Trilu", d, *rest, upper=attribute(node, "upper", 1)), *[None] * len(rest)]
 
 
 def _lengths(g: Gradients, node: ir.Node, axis: int) -> ir.Value:

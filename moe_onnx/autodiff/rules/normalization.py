@@ -1,0 +1,121 @@
+"""Rules of normalizations and of the cross entropy."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from moe_onnx.autodiff.gradients import Gradients, attribute
+from moe_onnx.autodiff.registry import register_gradient
+from moe_onnx.errors import GradientError
+
+Grads = list[ir.Value | None]
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+@register_gradient("LayerNormalization", since=17)
+def layer_normalization(g: Gradients, node: ir.Node, d: ir.Value | None, *others: ir.Value | None) -> Grads:
+    """With ``n = (x - mean) r``: ``r (e - mean(e) - n mean(e n))`` for ``e = d scale``."""
+    x, scale, bias = [*node.inputs, None][:3]
+    assert x is not None and scale is not None
+    if d is None or any(other is not None for other in others):
+        raise GradientError("only the output Y has a gradient rule; the loss uses Mean or InvStdDev.")
+    axes = list(range(attribute(node, "axis", -1) % g.rank(x), g.rank(x)))
+    centred = g.sub(_wide(g, x), _mean(g, _wide(g, x), axes))
+    norm, root = _normed(g, node, centred, axes)
+    dx, dscale = _scaled(g, node, d, norm, root, axes, centre=True)
+    dbias = g.unbroadcast(d, bias, node.outputs[0]) if bias is not None and g.needs(bias) else None
+    return [dx, dscale, dbias][: len(node.inputs)]
+
+
+@register_gradient("RMSNormalization", since=23)
+def rms_normalization(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """With ``n = x r``: ``r (e - n mean(e n))`` for ``e = d scale``."""
+    x, scale = node.inputs
+    assert x is not None and scale is not None
+    axes = list(range(attribute(node, "axis", -1) % g.rank(x), g.rank(x)))
+    norm, root = _normed(g, node, _wide(g, x), axes)
+    return list(_scaled(g, node, d, norm, root, axes, centre=False))
+
+
+@register_gradient("SoftmaxCrossEntropyLoss", since=12)
+def cross_entropy(g: Gradients, node: ir.Node, d: ir.Value | None, d_log: ir.Value | None = None) -> Grads:
+    """``softmax - 1 at the label``, times the gradient of a position's loss; ignored ones have none."""
+    scores, labels, weights = [*node.inputs, None][:3]
+    assert scores is not None and labels is not None
+    if weights is not None:
+        raise GradientError("class weights have no gradient rule.")
+    log_probs = node.outputs[1] if len(node.outputs) > 1 and node.outputs[1].name else None
+    if log_probs is None:
+        log_probs = g.op("LogSoftmax", scores, axis=1)
+    probs, grad = g.op("Exp", log_probs), None
+    if d is not None:
+        each, safe = _positions(g, node, d, labels)
+        pull = g.mul(probs, each)
+        grad = g.op("ScatterElements", pull, safe, g.neg(each), axis=1, reduction="add")
+    if d_log is not None:
+        through = g.sub(d_log, g.mul(probs, g.sum(d_log, [1], keepdims=True)))
+        grad = through if grad is None else g.add(grad, through)
+    return [grad, *[None] * (len(node.inputs) - 1)]
+
+
+def _positions(g: Gradients, node: ir.Node, d: ir.Value, labels: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The gradient of every position's loss and its label, with an axis for the classes."""
+    reduction, ignored = attribute(node, "reduction", "mean"), attribute(node, "ignore_index")
+    classes, zero = g.constant([1]), g.like(0.0, d)
+    counted = None
+    if ignored is not None:
+        ignored_label = g.like(ignored, labels)
+        counted = g.op("Not", g.op("Equal", labels, ignored_label))
+        labels = g.op("Where", counted, labels, g.like(0, labels))
+    if reduction == "mean" and counted is None:
+        d = g.div(d, g.cast(g.op("Size", labels), d))
+    elif reduction == "mean":
+        d = g.div(d, g.op("ReduceSum", g.cast(counted, d), keepdims=0))
+    if counted is not None:
+        d = g.op("Where", counted, d, zero)
+    elif reduction != "none":
+        d = g.op("Expand", d, g.op("Shape", labels))
+    return g.op("Unsqueeze", d, classes), g.op("Unsqueeze", labels, classes)
+
+
+def _wide(g: Gradients, value: ir.Value) -> ir.Value:
+    """Statistics of 16-bit numbers are taken in float32 (stash_type)."""
+    return g.op("Cast", value, to=ir.DataType.FLOAT) if value.dtype in _HALVES else value
+
+
+def _mean(g: Gradients, value: ir.Value, axes: list[int]) -> ir.Value:
+    if g.emitter.graph.opset_imports[""] < 18:
+        return g.op("ReduceMean", value, axes=axes, keepdims=1)
+    return g.op("ReduceMean", value, g.constant(axes), keepdims=1)
+
+
+def _normed(g: Gradients, node: ir.Node, x: ir.Value, axes: list[int]) -> tuple[ir.Value, ir.Value]:
+    """``x`` over its root mean square, and one over that."""
+    mean = _mean(g, g.mul(x, x), axes)
+    root = g.op("Sqrt", g.add(mean, g.like(float(attribute(node, "epsilon", 1e-5)), x)))
+    inverse = g.op("Reciprocal", root)
+    return g.mul(x, inverse), inverse
+
+
+def _scaled(
+    g: Gradients,
+    node: ir.Node,
+    d: ir.Value,
+    norm: ir.Value,
+    inverse: ir.Value,
+    axes: list[int],
+    *,
+    centre: bool,
+) -> tuple[ir.Value | None, ir.Value | None]:
+    """The gradients of x and of scale."""
+    x, scale = node.inputs[:2]
+    assert x is not None and scale is not None
+    wide, dx, dscale = _wide(g, d), None, None
+    if g.needs(scale):
+        dscale = g.cast(g.unbroadcast(g.mul(wide, norm), scale, node.outputs[0]), scale)
+    if g.needs(x):
+        e = g.mul(wide, _wide(g, scale))
+        across = g.mul(norm, _mean(g, g.mul(e, norm), axes))
+        rest = g.sub(g.sub(e, _mean(g, e, axes)), across) if centre else g.sub(e, across)
+        dx = g.cast(g.mul(rest, inverse), x)
+    return dx, dscale

@@ -1,0 +1,330 @@
+"""The cases of every gradient rule, away from kinks: those have tests of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from gradient_tools import Array, Case
+
+_RNG = np.random.default_rng(20240521)
+
+BROADCASTS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    ((2, 3), (2, 3)),
+    ((2, 3), (3,)),
+    ((3,), (2, 3)),
+    ((2, 1, 3), (4, 1)),
+    ((1, 1), (2, 3)),
+    ((2, 3), ()),
+    ((), (2, 3)),
+    ((), ()),
+    ((1,), (1, 1)),
+    ((2, 1, 1), (1, 3, 1)),
+    ((0, 3), (1, 3)),
+    ((1, 3), (0, 1)),
+)
+
+
+def normal(*shape: int) -> Array:
+    return np.asarray(_RNG.standard_normal(shape))
+
+
+def positive(*shape: int) -> Array:
+    return np.asarray(_RNG.uniform(0.5, 2.0, shape))
+
+
+def apart(*shape: int) -> Array:
+    """Numbers that differ from each other and from 0 by more than finite differences move them."""
+    size = int(np.prod(shape))
+    numbers = (np.arange(size) - size // 2 + 0.5) * 0.3
+    return np.asarray(_RNG.permutation(numbers).reshape(shape))
+
+
+def ints(values: Any, dtype: Any = np.int64) -> Array:
+    return np.asarray(values, dtype)
+
+
+def case(op: str, *inputs: Array | None, constant: Any = (), **more: Any) -> Case:
+    fields = ("wrt", "outputs", "used", "domain", "opset", "note", "same", "known")
+    named = {k: more.pop(k) for k in fields if k in more}
+    return Case(op, inputs, more, (constant,) if isinstance(constant, int) else tuple(constant), **named)
+
+
+def elementwise() -> Iterator[Case]:
+    for op in ("Identity", "Neg", "Exp", "Sin", "Cos", "Sigmoid", "Tanh", "Erf", "Softplus"):
+        for shape in ((2, 3), (), (0, 3)):
+            yield case(op, normal(*shape))
+    for op in ("Sqrt", "Reciprocal", "Log"):
+        for shape in ((2, 3), (), (0, 3)):
+            yield case(op, positive(*shape))
+    for op in ("Abs", "Relu", "LeakyRelu", "Elu"):
+        for shape in ((2, 3), (), (0, 3)):
+            yield case(op, apart(*shape))
+    yield case("LeakyRelu", apart(2, 3), alpha=0.25)
+    yield case("LeakyRelu", apart(2, 3), alpha=-0.5)
+    yield case("Elu", apart(2, 3), alpha=0.5)
+    yield case("Elu", apart(2, 3), alpha=-0.5)
+    for approximate in ("none", "tanh"):
+        yield case("Gelu", normal(2, 3), approximate=approximate)
+    yield case("Cast", normal(2, 3), to=11)
+    yield case("CastLike", normal(2, 3), normal(), wrt=(0,))
+    yield case("Dropout", normal(2, 3))
+    yield case("Dropout", normal(2, 3), np.asarray(0.5), constant=1, wrt=(0,))
+    yield case(
+        "Dropout", normal(2, 3), np.asarray(0.0), np.asarray(True), constant=(1, 2), wrt=(0,), outputs=2
+    )
+    yield case("Dropout", normal(2, 3), np.asarray(0.5), np.asarray(False), constant=(1, 2), wrt=(0,))
+    for a, b in BROADCASTS:
+        for op in ("Add", "Sub", "Mul"):
+            yield case(op, normal(*a), normal(*b))
+        yield case("Div", normal(*a), positive(*b))
+        yield case("Pow", positive(*a), normal(*b))
+        for op in ("Max", "Min"):
+            x = apart(*a)
+            yield case(op, x, np.asarray(_RNG.permutation(apart(*b).ravel()).reshape(b) + 0.1))
+        yield case("Where", np.asarray(_RNG.random(a) < 0.5), normal(*b), normal(*a))
+        yield case("Where", np.asarray(_RNG.random(b) < 0.5), normal(), normal(*a))
+    for op in ("Add", "Sub", "Mul", "Div", "Pow", "Max"):
+        x = positive(2, 3)
+        yield case(op, x, x, same=((1, 0),), note="one value twice")
+    yield case("Pow", normal(2, 3), ints(2), note="integer exponent")
+    yield case("Pow", normal(2, 3), ints([1, 2, 3]), note="integer exponents")
+    yield case("Pow", normal(2, 3), np.asarray(3.0), wrt=(0,), note="negative bases")
+    yield case("Sum", normal(2, 3))
+    yield case("Sum", normal(2, 3), normal(3), normal(), normal(2, 1))
+    yield case("Max", apart(2, 3))
+    yield case("Max", apart(2, 3), apart(3) + 0.1, apart(2, 1) + 0.2)
+    yield case("Where", ints([[True], [False]], bool), normal(3), normal(2, 1))
+    x = apart(3, 4)
+    for low, high in ((-1.0, 1.0), (None, 1.0), (-1.0, None), (None, None)):
+        bounds = [None if b is None else np.asarray(b) for b in (low, high)]
+        while bounds and bounds[-1] is None:
+            bounds.pop()
+        yield case("Clip", x, *bounds, wrt=(0,), note=f"{low}..{high}")
+        yield case("Clip", x, *bounds, wrt=(0,), constant=range(1, 1 + len(bounds)), note=f"{low}..{high}")
+
+
+def reductions() -> Iterator[Case]:
+    ops = ("ReduceSum", "ReduceMean", "ReduceSumSquare", "ReduceLogSumExp", "ReduceL1", "ReduceL2")
+    for op in (*ops, "ReduceMax", "ReduceMin"):
+        for keepdims in (0, 1):
+            for axes in ([0], [-1], [0, 2], [-1, -3], [0, 1, 2]):
+                yield case(op, apart(2, 3, 2), ints(axes), constant=1, keepdims=keepdims)
+            yield case(op, apart(2, 3), keepdims=keepdims)
+            yield case(op, apart(2, 3), None, keepdims=keepdims, noop_with_empty_axes=0)
+            yield case(op, apart(2, 1), ints([1]), constant=1, keepdims=keepdims)
+            yield case(op, apart(2, 3), ints([]), constant=1, keepdims=keepdims)
+            yield case(op, apart(2, 3), ints([]), constant=1, keepdims=keepdims, noop_with_empty_axes=1)
+            yield case(op, apart(2, 3), keepdims=keepdims, noop_with_empty_axes=1)
+            yield case(op, apart(0, 3), ints([1]), constant=1, keepdims=keepdims)
+            yield case(op, apart(0, 3), ints([-1]), constant=1, keepdims=keepdims)
+        yield case(op, apart(2, 3), ints([1]), keepdims=1, note="axes computed")
+        yield case(op, apart(2, 3), ints([], np.int64), keepdims=1, note="no axes, computed")
+        yield case(op, apart())
+        if op != "ReduceSum":
+            yield case(op, apart(2, 3), axes=[1], keepdims=0, opset=17)
+            yield case(op, apart(2, 3), axes=[-2], keepdims=1, opset=13)
+            yield case(op, apart(2, 3), keepdims=0, opset=17)
+    yield case("ReduceSum", normal(2, 3), ints([0]), constant=1, keepdims=0, opset=13)
+    for op in ("Softmax", "LogSoftmax"):
+        for shape, axis in (((2, 3), -1), ((2, 3), 0), ((2, 3, 2), 1), ((0, 3), 1), ((3,), -1)):
+            yield case(op, normal(*shape), axis=axis)
+        yield case(op, normal(2, 3))
+    for exclusive in (0, 1):
+        for reverse in (0, 1):
+            for axis in (0, -1):
+                yield case("CumSum", normal(2, 3), ints(axis), exclusive=exclusive, reverse=reverse)
+
+
+def normalizations() -> Iterator[Case]:
+    for shape, axis in (((2, 3), -1), ((2, 3, 4), -1), ((2, 3, 4), 1), ((2, 3), 0), ((0, 3), -1)):
+        part = shape[axis:]
+        eps = {"epsilon": 1e-2}
+        yield case("LayerNormalization", normal(*shape), normal(*part), normal(*part), axis=axis, **eps)
+        yield case("LayerNormalization", normal(*shape), normal(*part), axis=axis, **eps)
+        yield case("RMSNormalization", normal(*shape), normal(*part), axis=axis, opset=23, **eps)
+    yield case("LayerNormalization", normal(2, 3), normal(3), None)
+    yield case("LayerNormalization", normal(2, 3), normal(3), normal(3), opset=17)
+    yield case("RMSNormalization", normal(2, 3), normal(1), opset=23)
+    labels = ints([0, 2, 1, 2])
+    for reduction in ("none", "sum", "mean"):
+        yield case("SoftmaxCrossEntropyLoss", normal(4, 3), labels, reduction=reduction)
+        yield case("SoftmaxCrossEntropyLoss", normal(4, 3), labels, reduction=reduction, ignore_index=2)
+        ignored = ints([0, -100, 1, -100], np.int32)
+        more: dict[str, Any] = {"reduction": reduction, "ignore_index": -100}
+        yield case("SoftmaxCrossEntropyLoss", normal(4, 3), ignored, **more)
+        yield case("SoftmaxCrossEntropyLoss", normal(4, 3), ignored, outputs=2, used=(0, 1), **more)
+        yield case("SoftmaxCrossEntropyLoss", normal(4, 3), labels, outputs=2, used=(1,), reduction=reduction)
+        where = ints([[0, 1], [2, 2]])
+        yield case("SoftmaxCrossEntropyLoss", normal(2, 3, 2), where, reduction=reduction)
+
+
+def matrices() -> Iterator[Case]:
+    pairs: tuple[Any, ...] = (
+        ((3,), (3,)),
+        ((3,), (3, 4)),
+        ((2, 3), (3,)),
+        ((2, 3), (3, 4)),
+        ((5, 2, 3), (3, 4)),
+        ((2, 3), (5, 3, 4)),
+        ((5, 2, 3), (5, 3, 4)),
+        ((1, 2, 3), (5, 3, 4)),
+        ((5, 2, 3), (1, 3, 4)),
+        ((6, 1, 2, 3), (5, 3, 4)),
+        ((5, 2, 3), (3,)),
+        ((3,), (5, 3, 4)),
+        ((3,), (6, 5, 3, 4)),
+        ((6, 5, 2, 3), (3,)),
+        ((6, 5, 2, 3), (3, 4)),
+        ((1, 1), (1, 1)),
+        ((1, 1, 1), (5, 1, 1)),
+        ((0, 3), (3, 4)),
+        ((2, 3), (3, 0)),
+        ((5, 0, 3), (3, 4)),
+        ((0, 2, 3), (3, 4)),
+        ((2, 2, 3), (3, 0)),
+        ((0, 2, 3), (1, 3, 4)),
+    )
+    for a, b in pairs:
+        yield case("MatMul", normal(*a), normal(*b))
+    for one in (0, 1):
+        yield case("MatMul", normal(2, 3), normal(3, 4), wrt=(one,))
+        yield case("MatMul", normal(5, 2, 3), normal(3, 4), wrt=(one,))
+    x = normal(3, 3)
+    yield case("MatMul", x, x, same=((1, 0),), note="one value twice")
+    for ta in (0, 1):
+        for tb in (0, 1):
+            a, b = normal(*((3, 2) if ta else (2, 3))), normal(*((4, 3) if tb else (3, 4)))
+            yield case("Gemm", a, b, transA=ta, transB=tb)
+            for c in ((2, 4), (4,), (1, 4), (2, 1), (1,), ()):
+                yield case("Gemm", a, b, normal(*c), transA=ta, transB=tb, alpha=0.5, beta=-0.25)
+    yield case("Gemm", normal(2, 3), normal(3, 4), normal(4))
+    yield case("Gemm", normal(2, 3), normal(3, 4), None, alpha=2.0)
+    yield case("Gemm", normal(2, 3), normal(3, 4), normal(4), opset=13)
+    yield case("Gemm", normal(0, 3), normal(3, 4), normal(4))
+
+
+def shaping() -> Iterator[Case]:
+    for x, shape in (
+        ((2, 3), [3, 2]),
+        ((2, 3), [-1]),
+        ((2, 3), [0, 3, 1]),
+        ((), [1]),
+        ((), [1, 1]),
+        ((1,), []),
+        ((0, 3), [3, 0]),
+    ):
+        more = {"allowzero": 1} if x == (0, 3) else {}
+        yield case("Reshape", normal(*x), ints(shape, np.int64), constant=1, **more)
+        yield case("Reshape", normal(*x), ints(shape, np.int64), note="shape computed", **more)
+    for x, axes in (((1, 2, 1), [0]), ((1, 2, 1), [-1, 0]), ((1,), [0]), ((1, 0), [0])):
+        yield case("Squeeze", normal(*x), ints(axes), constant=1)
+    yield case("Squeeze", normal(1, 2, 1))
+    yield case("Squeeze", normal(1, 1))
+    for x, axes in (((2, 3), [0]), ((2, 3), [-1, 1]), ((), [0]), ((0,), [0])):
+        yield case("Unsqueeze", normal(*x), ints(axes), constant=1)
+    for axis in (0, 1, 2, -1, 3):
+        yield case("Flatten", normal(2, 3, 4), axis=axis)
+    yield case("Flatten", normal(0, 3, 4))
+    yield case("Flatten", normal(3))
+    yield case("Transpose", normal(2, 3))
+    yield case("Transpose", normal(2, 3, 4), perm=[2, 0, 1])
+    yield case("Transpose", normal())
+    yield case("Transpose", normal(2, 0, 3), perm=[1, 2, 0])
+    for x, shape in (
+        ((3,), [2, 3]),
+        ((2, 1), [2, 3]),
+        ((2, 3), [1, 1]),
+        ((), [2, 3]),
+        ((2, 1), [4, 1, 3]),
+        ((1, 3), [0, 3]),
+        ((2, 3), [2, 3]),
+    ):
+        yield case("Expand", normal(*x), ints(shape), constant=1)
+        yield case("Expand", normal(*x), ints(shape), note="shape computed")
+    yield case("Concat", normal(2, 3), axis=0)
+    yield case("Concat", normal(2, 3), normal(1, 3), axis=0)
+    yield case("Concat", normal(2, 3), normal(2, 1), normal(2, 2), axis=-1)
+    yield case("Concat", normal(2, 3), normal(0, 3), axis=-2)
+    yield case("Concat", normal(2, 3), normal(2, 1), axis=1, wrt=(1,))
+    x = normal(2, 3)
+    yield case("Concat", x, x, axis=1, same=((1, 0),), note="one value twice")
+    for used in ((0,), (1,), (0, 1)):
+        yield case("Split", normal(2, 5), axis=1, num_outputs=2, outputs=2, used=used)
+        for constant in ((), (1,)):
+            more = {"constant": constant, "outputs": 2, "used": used}
+            yield case("Split", normal(2, 5), ints([2, 3]), axis=-1, note=f"lengths {constant}", **more)
+            yield case("Split", normal(5, 2), ints([0, 5]), note=f"lengths {constant}", **more)
+    yield case("Split", normal(4, 2), num_outputs=1)
+    big, least = np.iinfo(np.int64).max, np.iinfo(np.int64).min
+    for starts, ends, axes in (
+        ([1], [3], [0]),
+        ([-2], [big], [-1]),
+        ([0, 1], [2, -1], [0, 1]),
+        ([0, 1], [2, -1], None),
+        ([least], [2], [1]),
+        ([-9], [9], [0]),
+        ([3], [1], [0]),
+        ([9], [12], [1]),
+    ):
+        rest = [ints(starts), ints(ends), *([] if axes is None else [ints(axes)])]
+        whole = [*rest, *([None] if axes is None else []), ints([1] * len(starts))]
+        yield case("Slice", normal(4, 5), *rest, constant=range(1, 1 + len(rest)))
+        fixed = [i + 1 for i in range(len(rest)) if i != 1]
+        yield case("Slice", normal(4, 5), *rest, constant=fixed, note="ends computed")
+        fixed = [i + 1 for i, v in enumerate(whole) if v is not None]
+        yield case("Slice", normal(4, 5), *whole, constant=fixed)
+    yield case("Slice", normal(0, 5), ints([1]), ints([3]), ints([1]), constant=(1, 2, 3))
+    yield case("Pad", normal(2, 3), ints([1, 0, 2, 1]))
+    yield case("Pad", normal(2, 3), ints([1, 2]), None, ints([-1]))
+    yield case("Pad", normal(2, 3), ints([1, -1, 0, 1]), np.asarray(2.0), wrt=(0,))
+    yield case("Pad", normal(2, 3), ints([0, -1, 0, -1]), constant=1)
+    yield case("Pad", normal(0, 3), ints([1, 0, 0, 0]))
+    for repeats in ([2, 3], [1, 2], [1, 1]):
+        yield case("Tile", normal(2, 3), ints(repeats), constant=1)
+        yield case("Tile", normal(2, 3), ints(repeats), note="repeats computed")
+    yield case("Tile", normal(0, 3), ints([2, 2]))
+    yield case("Tile", normal(2, 3), ints([0, 2]))
+    for upper in (0, 1):
+        yield case("Trilu", normal(3, 4), upper=upper)
+        yield case("Trilu", normal(2, 3, 3), ints(-1), upper=upper)
+
+
+def indexing() -> Iterator[Case]:
+    for dtype in (np.int64, np.int32):
+        for axis in (0, 1, -1):
+            for index in (1, [0, 2, 0, -1], [[0, 1], [1, 1]], [[-1]], []):
+                yield case("Gather", normal(3, 3), ints(index, dtype), axis=axis)
+    yield case("Gather", normal(4), ints(2))
+    yield case("Gather", normal(4), ints([2, 2, -4]), constant=1)
+    yield case("Gather", normal(3, 0), ints([0, 1]))
+    yield case("Gather", normal(2, 3, 4), ints([[1, 0], [2, 2]]), axis=1)
+    for dtype in (np.int64, np.int32):
+        yield case("GatherElements", normal(3, 4), ints([[0, -1, 2, 0], [0, 1, 2, 0]], dtype), axis=0)
+        yield case("GatherElements", normal(2, 3), ints([[0, 0], [-1, 2]], dtype), axis=-1)
+    yield case("GatherElements", normal(2, 3), np.zeros((2, 0), np.int64), axis=1)
+    for axis, index in ((0, [[0, 1, 2], [2, 0, 1]]), (1, [[0, -1], [2, 1]]), (-1, [[2, 1], [0, 2]])):
+        size = np.shape(index)
+        yield case("ScatterElements", normal(3, 3), ints(index), normal(*size), axis=axis)
+        yield case("ScatterElements", normal(3, 3), ints(index, np.int32), normal(*size), axis=axis, wrt=(2,))
+        yield case("ScatterElements", normal(3, 3), ints(index), normal(*size), axis=axis, reduction="add")
+    twice = ints([[0, 0, -3], [0, 2, 2]])
+    yield case("ScatterElements", normal(3, 3), twice, normal(2, 3), axis=0, reduction="add")
+    yield case("ScatterElements", normal(3, 3), np.zeros((0, 3), np.int64), normal(0, 3), axis=0)
+    for axis, largest, k in ((-1, 1, 2), (0, 0, 1), (1, 1, 4), (1, 0, 0)):
+        more = {"axis": axis, "largest": largest, "outputs": 2}
+        yield case("TopK", apart(3, 4), ints([k]), **more)
+        yield case("TopK", apart(3, 4), ints([k]), constant=1, **more)
+    for shape, index in (
+        ((3, 4), ints([[0, 1], [-1, -1], [0, 1]])),
+        ((3, 4), ints([[0], [2], [0], [-3]])),
+        ((3, 4, 2), ints([[[0, 1]], [[2, -1]]])),
+        ((3, 4), ints([1])),
+        ((3, 4), ints([1, 2])),
+        ((3, 4), np.zeros((0, 2), np.int64)),
+    ):
+        yield case("GatherND", normal(*shape), index, known=(1,))
+
+
+CASES = [*elementwise(), *reductions(), *normalizations(), *matrices(), *shaping(), *indexing()]

@@ -1,0 +1,211 @@
+"""Models of one operator, their differentiated forms, and finite differences in random directions."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+import moe_onnx
+from moe_onnx.spec import DOMAIN, VERSION
+
+Array = np.ndarray[Any, Any]
+
+# max |difference| / sum of |gradient x direction|, of central differences of fourth order in float64.
+TOLERANCE = 1e-7
+FLOAT32_TOLERANCE = 2e-4
+STEP = 1e-3
+
+# How much a graph says of the sizes of its inputs.
+SHAPES = ("static", "symbolic", "free", "unranked")
+
+
+LOSS = "loss"
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One node: its inputs in order (None is absent), those that are initializers, those that vary."""
+
+    op: str
+    inputs: tuple[Array | None, ...]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    constant: tuple[int, ...] = ()
+    wrt: tuple[int, ...] | None = None
+    outputs: int = 1
+    used: tuple[int, ...] = (0,)
+    domain: str = ""
+    opset: int = 21
+    note: str = ""
+    known: tuple[int, ...] = ()  # inputs whose sizes every graph gives
+    same: tuple[tuple[int, int], ...] = ()  # inputs that are one value: (1, 0) is op(x, x)
+
+    @property
+    def varied(self) -> list[int]:
+        floats = [
+            i
+            for i, v in enumerate(self.inputs)
+            if v is not None and v.dtype.kind == "f" and i not in {a for a, _ in self.same}
+        ]
+        return floats if self.wrt is None else list(self.wrt)
+
+    def __str__(self) -> str:
+        sizes = ",".join("-" if v is None else "x".join(map(str, v.shape)) or "()" for v in self.inputs)
+        attrs = ",".join(f"{k}={v}".replace(" ", "") for k, v in self.attributes.items())
+        return " ".join(filter(None, [self.op, sizes, attrs, self.note]))
+
+
+def make_model(case: Case, shapes: str = "static", dtype: Any = np.float64) -> onnx.ModelProto:
+    """``loss = sum over the used outputs of sum(y v)``: v is what the gradient rule is given.
+
+    Without ranks the loss is the output itself, whose sum is differentiated.
+    """
+    elem = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    node, inputs, initializers = _parts(case, shapes, dtype)
+    nodes, terms = [node], []
+    for i in case.used if shapes != "unranked" else ():
+        inputs.append(_value_info(f"v{i}", np.dtype(dtype), forward(case)[i].shape, shapes))
+        nodes.append(helper.make_node("Mul", [f"y{i}", f"v{i}"], [f"term{i}"], name=f"weigh{i}"))
+        nodes.append(helper.make_node("ReduceSum", [f"term{i}"], [f"sum{i}"], name=f"sum{i}", keepdims=0))
+        terms.append(f"sum{i}")
+    loss = helper.make_tensor_value_info(LOSS, elem, None if shapes == "unranked" else [])
+    nodes.append(helper.make_node("Sum", terms or ["y0"], [LOSS], name="loss_node"))
+    return _model(case, helper.make_graph(nodes, "one_node", inputs, [loss], initializers))
+
+
+@functools.lru_cache(maxsize=16)
+def forward(case: Case) -> list[Array]:
+    """The outputs of the node alone."""
+    node, inputs, initializers = _parts(case, "static", np.float64)
+    outputs = [onnx.ValueInfoProto(name=name) for name in node.output]
+    return run(_model(case, helper.make_graph([node], "plain", inputs, outputs, initializers)), feed_of(case))
+
+
+def _parts(case: Case, shapes: str, dtype: Any) -> tuple[Any, list[Any], list[Any]]:
+    """The node, the graph inputs and the initializers."""
+    names = ["" if v is None else f"x{i}" for i, v in enumerate(case.inputs)]
+    twins = dict(case.same)
+    inputs, initializers = [], []
+    for i, value in enumerate(case.inputs):
+        if value is None or i in twins:
+            continue
+        value = value.astype(dtype) if value.dtype.kind == "f" else value
+        if i in case.constant:
+            initializers.append(numpy_helper.from_array(value, names[i]))
+        else:
+            says = "static" if i in case.known else shapes
+            inputs.append(_value_info(names[i], value.dtype, value.shape, says))
+    names = [names[twins.get(i, i)] for i in range(len(names))]
+    outputs = [f"y{i}" for i in range(case.outputs)]
+    attributes = dict(case.attributes)
+    if case.op == "Cast":
+        attributes["to"] = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    node = helper.make_node(case.op, names, outputs, domain=case.domain, name="the_node", **attributes)
+    return node, inputs, initializers
+
+
+def _model(case: Case, graph: onnx.GraphProto) -> onnx.ModelProto:
+    imports = [helper.make_opsetid("", case.opset)]
+    if case.domain:
+        imports.append(helper.make_opsetid(case.domain, VERSION))
+    return helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
+def _value_info(name: str, dtype: Any, shape: Sequence[int], shapes: str) -> onnx.ValueInfoProto:
+    elem = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    if shapes == "unranked":
+        return helper.make_tensor_value_info(name, elem, None)
+    dims: Any = list(shape)
+    if shapes != "static":
+        dims = [None if shapes == "free" else f"{name}_{i}" for i in range(len(shape))]
+    return helper.make_tensor_value_info(name, elem, dims)
+
+
+def feed_of(case: Case, dtype: Any = np.float64) -> dict[str, Array]:
+    same = {a for a, _ in case.same}
+    return {
+        f"x{i}": value.astype(dtype) if value.dtype.kind == "f" else value
+        for i, value in enumerate(case.inputs)
+        if value is not None and i not in case.constant and i not in same
+    }
+
+
+class Erf(OpRun):
+    """To the last bit: that of onnx 1.23 is off by 2e-8, which finite differences see."""
+
+    def _run(self, x: Array) -> tuple[Array]:
+        return (_erf(x),)
+
+
+class Gelu(OpRun):
+    """For the same reason."""
+
+    def _run(self, x: Array, approximate: str = "none") -> tuple[Array]:
+        if approximate == "none":
+            return (x * (1 + _erf(x / math.sqrt(2))) / 2,)
+        return (x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,)
+
+
+def _erf(x: Array) -> Array:
+    return np.asarray(np.vectorize(math.erf, otypes=[x.dtype])(x))
+
+
+def runner(model: onnx.ModelProto, *, plain: bool = False) -> Callable[[dict[str, Array]], list[Array]]:
+    """onnxruntime where it has the kernels, else onnx's reference evaluator."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    if plain:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if any(node.domain == DOMAIN for node in model.graph.node):
+        session: Any = moe_onnx.InferenceSession(moe_onnx.add_function_bodies(model), options, kernels="body")
+        return lambda feed: list(session.run(None, feed))
+    try:
+        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        if "NOT_IMPLEMENTED" not in str(error) and "Could not find an implementation" not in str(error):
+            raise
+        session = ReferenceEvaluator(model, new_ops=[Erf, Gelu])
+    return lambda feed: list(session.run(None, feed))
+
+
+def run(model: onnx.ModelProto, feed: dict[str, Array]) -> list[Array]:
+    return runner(model)(feed)
+
+
+def weights_of(case: Case, rng: np.random.Generator) -> dict[str, Array]:
+    return {f"v{i}": np.asarray(rng.standard_normal(forward(case)[i].shape)) for i in case.used}
+
+
+def slopes(
+    model: onnx.ModelProto, feed: dict[str, Array], names: Sequence[str], rng: np.random.Generator
+) -> list[tuple[str, Array, float]]:
+    """Random directions of the inputs, and how steep the sum of the first output is along them."""
+    call, found = runner(model, plain=True), []
+
+    def moved(name: str, u: Array, h: float) -> float:
+        return float(call({**feed, name: np.asarray(feed[name] + h * u)})[0].sum())
+
+    for name in (name for name in names for _ in range(2)):
+        u = np.asarray(rng.standard_normal(feed[name].shape))
+        near, far = (moved(name, u, h) - moved(name, u, -h) for h in (STEP, 2 * STEP))
+        found.append((name, u, (8 * near - far) / (12 * STEP)))
+    return found
+
+
+def check_slopes(gradients: dict[str, Array], found: list[tuple[str, Array, float]]) -> None:
+    """The slope along a direction is the gradient times the direction."""
+    for name, u, slope in found:
+        got, scale = float((gradients[name] * u).sum()), float(np.abs(gradients[name] * u).sum())
+        assert np.isfinite(got), f"d loss / d {name} is not finite: {gradients[name]}"
+        assert abs(got - slope) <= TOLERANCE * max(scale, 1), (
+            f"along a direction of {name}: gradient {got}, finite differences {slope}"
+        )
