@@ -136,8 +136,8 @@ RESTORE_SHAPE = """
 """
 
 # ONNX text for slot_cells, by [T, K] instead of by cell. It reads selected [T, E] as 0 and 1, their sum
-# num_selected, k, which must have been checked, and late_zero, as
-# a k known at load is held against the experts even where probs are absent. TopK takes equal ones by their position, so expert
+# num_selected, k, which must have been checked, and late_zero, because runtimes hold a k known at load
+# against the experts even where probs are absent. TopK takes equal ones by their position, so expert
 # holds the selected experts of each token, ascending, then others, for which has_expert is 0.
 SLOT_EXPERTS = """
     k_late = Add (k, late_zero)
