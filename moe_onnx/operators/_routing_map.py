@@ -136,10 +136,12 @@ RESTORE_SHAPE = """
 """
 
 # ONNX text for slot_cells, by [T, K] instead of by cell. It reads selected [T, E] as 0 and 1, their sum
-# num_selected, and k, which must have been checked. TopK takes equal ones by their position, so expert
+# num_selected, k, which must have been checked, and late_zero, because runtimes hold a k known at load
+# against the experts even where probs are absent. TopK takes equal ones by their position, so expert
 # holds the selected experts of each token, ascending, then others, for which has_expert is 0.
 SLOT_EXPERTS = """
-    has_expert, expert = TopK <axis = 1> (selected, k)
+    k_late = Add (k, late_zero)
+    has_expert, expert = TopK <axis = 1> (selected, k_late)
     num_found = ReduceSum <keepdims = 0> (has_expert)
     not_found = BitwiseXor (num_selected, num_found)
 """ + lookup("routing_map must select at most top_k experts per token", "not_found", "zero", "passed_experts")
