@@ -160,7 +160,10 @@ def demo(text: Path | None, steps: int | None, folder: Path) -> int:
     prompt = bytes(data.tokens[:32].astype(np.uint8))
     sample = bytes(generate(session, list(prompt), 240, temperature=0.7, seed=0, context=how.sequence_length))
     CONSOLE.print(f"\nsample (temperature 0.7, prompt {prompt.decode('utf-8', 'replace')!r}):", markup=False)
-    CONSOLE.print(sample.decode("utf-8", "replace"), style="italic", markup=False)
+    readable = (
+        c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in sample.decode("utf-8", "replace")
+    )
+    CONSOLE.print("".join(readable), style="italic", markup=False)
     CONSOLE.print(f"\nwritten to {folder}: model/, checkpoint/, metrics.jsonl, loss.svg", markup=False)
     if not last < first:
         CONSOLE.print("error: the loss did not fall")
