@@ -28,7 +28,7 @@ def differentiate(
     that gradients take.
 
     Args:
-        model: Any ONNX model of opset 18 or newer.
+        model: Any ONNX model, of opset 18 or newer for all rules to apply.
         loss: Name of a float value, usually a scalar; the sum of a larger tensor is differentiated.
         wrt: Names of float graph inputs, initializers or other values.
         suffix: Gradients are outputs by the name of their value and this.
@@ -38,19 +38,23 @@ def differentiate(
         their values; with the function bodies of all ``ascend.moe`` operators it uses.
 
     Raises:
-        OptionError: If a name is not in the model.
+        OptionError: If a name is not in the model, or given twice, or taken by another value.
         GradientError: If an operator on the way has no rule, or no differentiable path leads from the
             loss to something wanted; the message names the path.
     """
     wanted = [wrt] if isinstance(wrt, str) else list(wrt)
+    if not wanted:
+        raise OptionError("differentiate: wrt names nothing. Give the name of at least one value.")
     graph_model = ir.from_proto(model)
     version = graph_model.graph.opset_imports
+    if "ai.onnx" in version:  # the other name of the standard domain
+        version[""] = version.pop("ai.onnx")
     passes.InlinePass(
         lambda f: f.domain != DOMAIN and find_rule(f.domain, f.name, version.get(f.domain)) is None
     )(graph_model)
     infer(graph_model)
     graph = graph_model.graph
-    values = ir.convenience.create_value_mapping(graph)
+    values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
     emitter = Emitter(graph)
     outputs = [_find(values, name, "wrt") for name in wanted]
     taken = {value.name for value in graph.outputs} | set(values)

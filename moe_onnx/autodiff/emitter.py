@@ -93,12 +93,13 @@ class Emitter:
         for i, value in enumerate(node.outputs):
             value.name = self._fresh(node.name if outputs == 1 else f"{node.name}:{i}", self._names)
             self._own.add(value.name)
-            value.dtype = _dtype(node, i)
+            if (elem := _dtype(node, i)) is not None:
+                value.dtype = elem
         self.graph.append(node)
         self._seen[key] = node
         return node.outputs
 
-    def constant(self, value: Any, dtype: ir.DataType | Any = None) -> ir.Value:
+    def constant(self, value: Any, dtype: Any = None) -> ir.Value:
         """A constant, one initializer for each content. Without ``dtype`` integers are int64."""
         elem = dtype if isinstance(dtype, ir.DataType) else None
         array = np.asarray(value, elem.numpy() if elem else dtype)
@@ -180,8 +181,8 @@ def _dtype(node: ir.Node, index: int) -> ir.DataType | None:
         return ir.DataType.INT64
     if node.op_type == "Cast":
         return ir.DataType(node.attributes["to"].as_int())
-    first = 1 if node.op_type in ("Where", "CastLike") else 0
-    like = node.inputs[first] if len(node.inputs) > first else None
+    i = 1 if node.op_type in ("Where", "CastLike") else 0
+    like = node.inputs[i] if len(node.inputs) > i else None
     return None if like is None else like.dtype
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from moe_onnx.autodiff.emitter import Attribute, Emitter
+from moe_onnx.autodiff.emitter import Emitter
 from moe_onnx.errors import GradientError
 
 
@@ -23,9 +23,7 @@ class Gradients:
         """Whether anything that is wanted depends on this input's gradient."""
         return value in self._needed
 
-    def op(
-        self, op_type: str, *inputs: ir.Value | None, domain: str = "", **attributes: Attribute | Any
-    ) -> ir.Value:
+    def op(self, op_type: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
         """Emit a node of one output."""
         return self.emitter.op(op_type, *inputs, domain=domain, **attributes)
 
@@ -35,7 +33,7 @@ class Gradients:
         *inputs: ir.Value | None,
         outputs: int,
         domain: str = "",
-        **attributes: Attribute | Any,
+        **attributes: Any,
     ) -> Sequence[ir.Value]:
         """Emit a node of several outputs."""
         return self.emitter.ops(op_type, *inputs, outputs=outputs, domain=domain, **attributes)
