@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -435,6 +437,60 @@ def test_functions_are_inlined_with_their_defaults() -> None:
         )
         x = np.asarray([0.5, 1.0])
         np.testing.assert_allclose(gradients(model, {"x": x}, "x")[0], 2 * factor * np.exp(2 * x))
+
+
+def test_functions_of_other_opsets_are_refused() -> None:
+    model = model_of(
+        "g (double[2] x) => (double[2] loss) { loss = my.domain.Scaled (x) }",
+        '"": 21, "my.domain": 1',
+        SQUARES.replace("21", "17"),
+    )
+    with pytest.raises(moe_onnx.ModelError, match="'my.domain::Scaled' is .* opset 17 .* model for 21"):
+        moe_onnx.differentiate(model, loss="loss", wrt="x")
+
+
+def test_outputs_that_a_node_leaves_out() -> None:
+    model = model_of("g (double[4] x) => (double[2] loss) { loss, b = Split <num_outputs = 2> (x) }")
+    model.graph.node[0].output[1] = ""
+    np.testing.assert_array_equal(gradients(model, {"x": np.ones(4)}, "x")[0], [1, 1, 0, 0])
+
+
+PYTHON_OP = """
+import numpy as np, onnxruntime as ort, onnxruntime_extensions as extensions
+from onnx import parser
+import moe_onnx
+
+@extensions.onnx_op(op_type="my.domain::Cube", inputs=[extensions.PyCustomOpDef.dt_double],
+                    outputs=[extensions.PyCustomOpDef.dt_double])
+def cube(x):
+    return x**3
+
+@moe_onnx.register_gradient("Cube", "my.domain")
+def cube_gradient(g, node, d):
+    (x,) = node.inputs
+    return [g.mul(d, g.mul(g.like(3.0, x), g.mul(x, x)))]
+
+model = parser.parse_model('''<ir_version: 10, opset_import: ["": 21, "my.domain": 1]>
+    g (double[n,3] x, double[3] w) => (double loss) {
+        a = Mul (x, w)
+        b = my.domain.Cube (a)
+        c = Mul (b, w)
+        loss = ReduceSum <keepdims = 0> (c) }''')
+done = moe_onnx.differentiate(model, loss="loss", wrt=["x", "w"])
+options = ort.SessionOptions()
+options.register_custom_ops_library(extensions.get_library_path())
+session = ort.InferenceSession(done.SerializeToString(), options, providers=["CPUExecutionProvider"])
+x, w = np.arange(6.0).reshape(2, 3), np.asarray([0.5, -1.0, 2.0])
+_, dx, dw = session.run(None, {"x": x, "w": w})
+np.testing.assert_allclose(dx, 3 * x**2 * w**4)
+np.testing.assert_allclose(dw, (4 * x**3 * w**3).sum(0))
+"""
+
+
+def test_a_python_operator_of_the_users_own() -> None:
+    """In a process of its own: operators cannot be added once there was a session."""
+    done = subprocess.run([sys.executable, "-c", PYTHON_OP], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture

@@ -148,6 +148,11 @@ class Emitter:
         value.shape = shape
         self.graph.outputs.append(value)
 
+    def ensure_name(self, value: ir.Value) -> None:
+        """Give an output that its node leaves out a name, so that nodes can use it."""
+        if not value.name:
+            value.name = self._fresh("unnamed", self._names)
+
     def _fresh(self, base: str, taken: set[str | None]) -> str:
         name, number = base, 1
         while name in taken:

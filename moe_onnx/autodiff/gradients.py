@@ -106,6 +106,7 @@ class Gradients:
         ``alive`` is any value that no runtime can know when it loads the graph: zeros of a static
         shape would be folded into a constant as large as a weight otherwise.
         """
+        self.emitter.ensure_name(value)
         shape = self.op("Shape", value)
         dims = sizes(value)
         if dims is None or all(isinstance(dim, int) for dim in dims):
@@ -113,8 +114,10 @@ class Gradients:
             nothing = self.op("Slice", flat, self.constant([0]), self.constant([0]), self.constant([0]))
             none = self.op("ReduceSum", self.op("Cast", nothing, to=ir.DataType.INT64), keepdims=0)
             shape = self.op("Add", shape, none)
-        zero = ir.tensor([0], value.dtype or ir.DataType.FLOAT)
-        return self.op("Expand", self.constant(zero.numpy()[0], value.dtype), shape)
+        elem = value.dtype or alive.dtype
+        if elem is None or not elem.is_floating_point():
+            raise GradientError(f"The type of '{value.name}' is not known, and its gradient needs it.")
+        return self.op("Expand", self.constant(0, elem), shape)
 
     def split_into(self, lengths: Sequence[int | str | None]) -> ir.Value | None:
         """The lengths of an earlier Split whose parts have just these (symbolic) sizes, if there is one."""
