@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from gradient_tools import run
 from onnx import helper, numpy_helper, parser
@@ -614,3 +615,22 @@ def test_probabilities_of_rows_have_no_gradient() -> None:
         '"": 21, "ascend.moe": 1',
     )
     assert "the loss uses 'permute_probs'" in refused(model, "p")
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_no_zeros_as_large_as_a_weight_in_the_loaded_graph(tmp_path: Any, constant: bool) -> None:
+    model = model_of(
+        """g (float[1000,64] w, int64[3] i, float[3,64] v) => (float loss) {
+            rows = Gather (w, i)
+            y = Mul (rows, v)
+            loss = ReduceSum <keepdims = 0> (y) }"""
+    )
+    if constant:
+        del model.graph.input[1]
+        model.graph.initializer.append(numpy_helper.from_array(np.asarray([1, 5, 1]), "i"))
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "loaded.onnx")
+    options.log_severity_level = 4
+    done = moe_onnx.differentiate(model, loss="loss", wrt="w")
+    ort.InferenceSession(done.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    assert (tmp_path / "loaded.onnx").stat().st_size < 10_000

@@ -226,20 +226,20 @@ def _attribute(name: str, value: Any) -> ir.Attr:
         value = int(value if isinstance(value, ir.DataType) else ir.DataType.from_numpy(value))
     elif isinstance(value, np.generic):
         value = value.item()
-    elif isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str):
-        items = [item.item() if isinstance(item, np.generic) else item for item in value]
-        if any(isinstance(item, str) for item in items):
-            return ir.AttrStrings(name, items)
-        if any(isinstance(item, float) for item in items):
-            return ir.AttrFloat32s(name, [float(item) for item in items])
-        return ir.AttrInt64s(name, [int(item) for item in items])
-    elif isinstance(value, ir.TensorProtocol):
-        return ir.AttrTensor(name, value)
     if isinstance(value, int):
         return ir.AttrInt64(name, value)
     if isinstance(value, float):
         return ir.AttrFloat32(name, value)
-    return ir.AttrString(name, value)
+    if isinstance(value, str):
+        return ir.AttrString(name, value)
+    if not isinstance(value, (list, tuple, np.ndarray)) and isinstance(value, ir.TensorProtocol):
+        return ir.AttrTensor(name, value)
+    items = [item.item() if isinstance(item, np.generic) else item for item in value]
+    if any(isinstance(item, str) for item in items):
+        return ir.AttrStrings(name, items)
+    if any(isinstance(item, float) for item in items):
+        return ir.AttrFloat32s(name, [float(item) for item in items])
+    return ir.AttrInt64s(name, [int(item) for item in items])
 
 
 def _key(domain: str, op_type: str, inputs: Any, attributes: Any) -> Any:
