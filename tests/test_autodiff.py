@@ -176,6 +176,15 @@ def test_forms_without_a_rule_say_what_is_wrong(body: str, why: str) -> None:
     assert why in message and "Path from the loss: 'loss' <- " in message
 
 
+def test_initializers_that_callers_may_replace_are_no_constants() -> None:
+    model = model_of(
+        """g (double[3,3] x, int64[1] axes) => (double[3] loss) <int64[1] axes = {1}> {
+            loss = ReduceSum <keepdims = 0> (x, axes) }"""
+    )
+    assert [value.name for value in model.graph.input] == ["x", "axes"]
+    assert "axes that are computed" in refused(model, "x")
+
+
 def test_names_that_are_not_there() -> None:
     model = model_of("g (double hidden) => (double loss) { loss = Exp (hidden) }")
     for loss, wrt, wrong in (("loss", "hiden", "wrt"), ("lose", "hidden", "loss")):

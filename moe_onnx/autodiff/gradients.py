@@ -201,13 +201,18 @@ def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
 
 def constant_ints(value: ir.Value | None) -> list[int] | None:
     """The integers of a constant input, or None where they are not known before the graph runs."""
-    if value is None:
-        return None
-    tensor = ir.convenience.get_const_tensor(value)
+    tensor = _constant_tensor(value)
     return None if tensor is None else [int(item) for item in tensor.numpy().ravel()]
 
 
 def constant_number(value: ir.Value | None) -> float | None:
     """The number in a constant scalar input, or None where it is not known before the graph runs."""
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    tensor = _constant_tensor(value)
     return None if tensor is None or tensor.size != 1 else float(tensor.numpy().ravel()[0])
+
+
+def _constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+    # An initializer that is a graph input too is only a default: callers may pass something else.
+    if value is None or value.is_graph_input():
+        return None
+    return ir.convenience.get_const_tensor(value)
