@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 from gradient_tools import Array, Case
+from oracles import padded_slots, random_routing
+
+from moe_onnx.spec import DOMAIN
 
 _RNG = np.random.default_rng(20240521)
 
@@ -327,4 +330,52 @@ def indexing() -> Iterator[Case]:
         yield case("GatherND", normal(*shape), index, known=(1,))
 
 
-CASES = [*elementwise(), *reductions(), *normalizations(), *matrices(), *shaping(), *indexing()]
+def routing() -> Iterator[Case]:
+    """The operators of ascend.moe, with the routing held fixed."""
+    tokens, experts, top_k, hidden, capacity = 5, 4, 2, 3, 2
+    expert_idx, routing_map, indices = random_routing(_RNG, tokens, experts, top_k)
+    modes: list[dict[str, Any]] = [
+        {"active_num": 0, "drop_pad_mode": 0, "expert_tokens_count_or_cumsum_flag": 2},
+        {"active_num": 6, "drop_pad_mode": 0},
+        {"active_num": 10, "drop_pad_mode": 0},
+        {"active_num": 50, "drop_pad_mode": 0, "note": "more than there are"},
+        {"drop_pad_mode": 1, "expert_capacity": capacity, "expert_tokens_before_capacity_flag": 1},
+        {"drop_pad_mode": 1, "expert_capacity": tokens, "active_num": 3},
+    ]
+    more: dict[str, Any] = {"domain": DOMAIN, "outputs": 4}
+    for mode in modes:
+        x = normal(tokens, hidden)
+        yield case("MoeInitRoutingV2", x, expert_idx, known=(1,), expert_num=experts, **mode, **more)
+    combine, rows = "MoeTokenUnpermuteWithRoutingMap", normal(tokens * top_k, hidden)
+    probs, shape = positive(tokens, experts), [tokens, hidden]
+    dropped = np.where(indices % 3 == 0, -1, indices).astype(np.int32)
+    for index in (indices, dropped):
+        for restore in ({}, {"restore_shape": shape}):
+            yield case(combine, rows, index, routing_map, probs, **restore, **more)
+            yield case(combine, rows, index, routing_map, **restore, **more)
+        yield case(combine, rows, index, restore_shape=shape, **more)
+    yield case(combine, rows, indices, routing_map, probs, wrt=(3,), note="probs alone", **more)
+    slots, _, _ = padded_slots(routing_map, capacity)
+    padded = normal(experts * capacity, hidden)
+    more["drop_and_pad"] = 1
+    yield case(combine, padded, slots, routing_map, probs, **more)
+    yield case(combine, padded, slots, None, probs, **more)
+    yield case(combine, padded, slots, restore_shape=shape, **more)
+    sizes = ints([2, 0, 5, 3], np.int32)
+    for transpose in (0, 1):
+        weight = normal(*((experts, 2, hidden) if transpose else (experts, hidden, 2)))
+        for wrt in ((0, 1), (0,), (1,)):
+            kind: dict[str, Any] = {"domain": DOMAIN, "transpose_weight": transpose, "wrt": wrt}
+            yield case("MoeGroupedMatmul", rows, weight, sizes, **kind)
+    yield case("MoeGroupedMatmul", normal(0, 3), normal(2, 3, 2), ints([0, 0], np.int32), domain=DOMAIN)
+
+
+CASES = [
+    *elementwise(),
+    *reductions(),
+    *normalizations(),
+    *matrices(),
+    *shaping(),
+    *indexing(),
+    *routing(),
+]

@@ -13,7 +13,7 @@ from moe_onnx.autodiff.emitter import Emitter
 from moe_onnx.autodiff.graphs import infer, to_model
 from moe_onnx.autodiff.registry import find_rule
 from moe_onnx.autodiff.reverse import add_gradients
-from moe_onnx.errors import OptionError
+from moe_onnx.errors import ModelError, OptionError
 from moe_onnx.spec import DOMAIN
 
 
@@ -28,7 +28,7 @@ def differentiate(
     that gradients take.
 
     Args:
-        model: Any ONNX model of opset 18 or newer.
+        model: Any ONNX model, of opset 18 or newer for all rules to apply.
         loss: Name of a float value, usually a scalar; the sum of a larger tensor is differentiated.
         wrt: Names of float graph inputs, initializers or other values.
         suffix: Gradients are outputs by the name of their value and this.
@@ -38,19 +38,22 @@ def differentiate(
         their values; with the function bodies of all ``ascend.moe`` operators it uses.
 
     Raises:
-        OptionError: If a name is not in the model.
+        OptionError: If a name is not in the model, or given twice, or taken by another value.
+        ModelError: If a function of the model is written for another opset than the model.
         GradientError: If an operator on the way has no rule, or no differentiable path leads from the
             loss to something wanted; the message names the path.
     """
     wanted = [wrt] if isinstance(wrt, str) else list(wrt)
+    if not wanted:
+        raise OptionError("differentiate: wrt names nothing. Give the name of at least one value.")
     graph_model = ir.from_proto(model)
-    version = graph_model.graph.opset_imports
-    passes.InlinePass(
-        lambda f: f.domain != DOMAIN and find_rule(f.domain, f.name, version.get(f.domain)) is None
-    )(graph_model)
+    version = graph_model.opset_imports
+    if "ai.onnx" in version:  # the other name of the standard domain
+        version[""] = version.pop("ai.onnx")
+    _inline(graph_model)
     infer(graph_model)
     graph = graph_model.graph
-    values = ir.convenience.create_value_mapping(graph)
+    values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
     emitter = Emitter(graph)
     outputs = [_find(values, name, "wrt") for name in wanted]
     taken = {value.name for value in graph.outputs} | set(values)
@@ -65,6 +68,22 @@ def differentiate(
     for value, gradient in zip(outputs, gradients, strict=True):
         emitter.output(gradient, f"{value.name}{suffix}", value.dtype, value.shape)
     return to_model(graph_model)
+
+
+def _inline(model: ir.Model) -> None:
+    """Put the nodes of functions that have no rule of their own in the place of their calls."""
+    imports = model.graph.opset_imports
+    for function in model.functions.values():
+        for domain, version in function.opset_imports.items():
+            if imports.setdefault(domain, version) != version:
+                raise ModelError(
+                    f"differentiate: function '{function.domain}::{function.name}' is written for opset "
+                    f"{version} of {domain or 'ai.onnx'}, the model for {imports[domain]}. "
+                    "Make them the same."
+                )
+    passes.InlinePass(
+        lambda f: f.domain != DOMAIN and find_rule(f.domain, f.name, imports.get(f.domain)) is None
+    )(model)
 
 
 def _find(values: Mapping[str, ir.Value], name: str, option: str) -> ir.Value:

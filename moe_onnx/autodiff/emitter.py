@@ -93,12 +93,13 @@ class Emitter:
         for i, value in enumerate(node.outputs):
             value.name = self._fresh(node.name if outputs == 1 else f"{node.name}:{i}", self._names)
             self._own.add(value.name)
-            value.dtype = _dtype(node, i)
+            if (elem := _dtype(node, i)) is not None:
+                value.dtype = elem
         self.graph.append(node)
         self._seen[key] = node
         return node.outputs
 
-    def constant(self, value: Any, dtype: ir.DataType | Any = None) -> ir.Value:
+    def constant(self, value: Any, dtype: Any = None) -> ir.Value:
         """A constant, one initializer for each content. Without ``dtype`` integers are int64."""
         elem = dtype if isinstance(dtype, ir.DataType) else None
         array = np.asarray(value, elem.numpy() if elem else dtype)
@@ -147,6 +148,11 @@ class Emitter:
         value.shape = shape
         self.graph.outputs.append(value)
 
+    def ensure_name(self, value: ir.Value) -> None:
+        """Give an output that its node leaves out a name, so that nodes can use it."""
+        if not value.name:
+            value.name = self._fresh("unnamed", self._names)
+
     def _fresh(self, base: str, taken: set[str | None]) -> str:
         name, number = base, 1
         while name in taken:
@@ -180,8 +186,8 @@ def _dtype(node: ir.Node, index: int) -> ir.DataType | None:
         return ir.DataType.INT64
     if node.op_type == "Cast":
         return ir.DataType(node.attributes["to"].as_int())
-    first = 1 if node.op_type in ("Where", "CastLike") else 0
-    like = node.inputs[first] if len(node.inputs) > first else None
+    i = 1 if node.op_type in ("Where", "CastLike") else 0
+    like = node.inputs[i] if len(node.inputs) > i else None
     return None if like is None else like.dtype
 
 
@@ -220,20 +226,20 @@ def _attribute(name: str, value: Any) -> ir.Attr:
         value = int(value if isinstance(value, ir.DataType) else ir.DataType.from_numpy(value))
     elif isinstance(value, np.generic):
         value = value.item()
-    elif isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str):
-        items = [item.item() if isinstance(item, np.generic) else item for item in value]
-        if any(isinstance(item, str) for item in items):
-            return ir.AttrStrings(name, items)
-        if any(isinstance(item, float) for item in items):
-            return ir.AttrFloat32s(name, [float(item) for item in items])
-        return ir.AttrInt64s(name, [int(item) for item in items])
-    elif isinstance(value, ir.TensorProtocol):
-        return ir.AttrTensor(name, value)
     if isinstance(value, int):
         return ir.AttrInt64(name, value)
     if isinstance(value, float):
         return ir.AttrFloat32(name, value)
-    return ir.AttrString(name, value)
+    if isinstance(value, str):
+        return ir.AttrString(name, value)
+    if not isinstance(value, (list, tuple, np.ndarray)) and isinstance(value, ir.TensorProtocol):
+        return ir.AttrTensor(name, value)
+    items = [item.item() if isinstance(item, np.generic) else item for item in value]
+    if any(isinstance(item, str) for item in items):
+        return ir.AttrStrings(name, items)
+    if any(isinstance(item, float) for item in items):
+        return ir.AttrFloat32s(name, [float(item) for item in items])
+    return ir.AttrInt64s(name, [int(item) for item in items])
 
 
 def _key(domain: str, op_type: str, inputs: Any, attributes: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from moe_onnx.autodiff.emitter import Attribute, Emitter
+from moe_onnx.autodiff.emitter import Emitter
 from moe_onnx.errors import GradientError
 
 
@@ -23,9 +23,7 @@ class Gradients:
         """Whether anything that is wanted depends on this input's gradient."""
         return value in self._needed
 
-    def op(
-        self, op_type: str, *inputs: ir.Value | None, domain: str = "", **attributes: Attribute | Any
-    ) -> ir.Value:
+    def op(self, op_type: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
         """Emit a node of one output."""
         return self.emitter.op(op_type, *inputs, domain=domain, **attributes)
 
@@ -35,7 +33,7 @@ class Gradients:
         *inputs: ir.Value | None,
         outputs: int,
         domain: str = "",
-        **attributes: Attribute | Any,
+        **attributes: Any,
     ) -> Sequence[ir.Value]:
         """Emit a node of several outputs."""
         return self.emitter.ops(op_type, *inputs, outputs=outputs, domain=domain, **attributes)
@@ -108,6 +106,7 @@ class Gradients:
         ``alive`` is any value that no runtime can know when it loads the graph: zeros of a static
         shape would be folded into a constant as large as a weight otherwise.
         """
+        self.emitter.ensure_name(value)
         shape = self.op("Shape", value)
         dims = sizes(value)
         if dims is None or all(isinstance(dim, int) for dim in dims):
@@ -115,8 +114,10 @@ class Gradients:
             nothing = self.op("Slice", flat, self.constant([0]), self.constant([0]), self.constant([0]))
             none = self.op("ReduceSum", self.op("Cast", nothing, to=ir.DataType.INT64), keepdims=0)
             shape = self.op("Add", shape, none)
-        zero = ir.tensor([0], value.dtype or ir.DataType.FLOAT)
-        return self.op("Expand", self.constant(zero.numpy()[0], value.dtype), shape)
+        elem = value.dtype or alive.dtype
+        if elem is None or not elem.is_floating_point():
+            raise GradientError(f"The type of '{value.name}' is not known, and its gradient needs it.")
+        return self.op("Expand", self.constant(0, elem), shape)
 
     def split_into(self, lengths: Sequence[int | str | None]) -> ir.Value | None:
         """The lengths of an earlier Split whose parts have just these (symbolic) sizes, if there is one."""
@@ -200,13 +201,18 @@ def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
 
 def constant_ints(value: ir.Value | None) -> list[int] | None:
     """The integers of a constant input, or None where they are not known before the graph runs."""
-    if value is None:
-        return None
-    tensor = ir.convenience.get_const_tensor(value)
+    tensor = _constant_tensor(value)
     return None if tensor is None else [int(item) for item in tensor.numpy().ravel()]
 
 
 def constant_number(value: ir.Value | None) -> float | None:
     """The number in a constant scalar input, or None where it is not known before the graph runs."""
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    tensor = _constant_tensor(value)
     return None if tensor is None or tensor.size != 1 else float(tensor.numpy().ravel()[0])
+
+
+def _constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+    # An initializer that is a graph input too is only a default: callers may pass something else.
+    if value is None or value.is_graph_input():
+        return None
+    return ir.convenience.get_const_tensor(value)

@@ -66,8 +66,8 @@ def div(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     a, b = node.inputs
     assert a is not None and b is not None
     over = g.div(d, b)
-    da = _undo(g, node, 0, over) if g.needs(a) else None
-    return [da, g.neg(_undo(g, node, 1, g.mul(over, node.outputs[0]))) if g.needs(b) else None]
+    db = _undo(g, node, 1, g.mul(over, node.outputs[0])) if g.needs(b) else None
+    return [_undo(g, node, 0, over), None if db is None else g.neg(db)]
 
 
 @register_gradient("Neg", since=6)

@@ -30,7 +30,7 @@ def gather(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     whole = g.op("Concat", *shape, axis=0) if len(shape) > 1 else shape[0]
     rows = g.op("Reshape", d, whole, allowzero=1) if sizes(index) is None or g.rank(index) != 1 else d
     indices = g.op("Expand", flat, whole)
-    zeros = g.zeros_like(x, index)
+    zeros = g.zeros_like(x, d)
     return [g.op("ScatterElements", zeros, indices, rows, axis=axis, reduction="add"), None]
 
 
@@ -40,7 +40,7 @@ def gather_elements(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     x, index = node.inputs
     assert x is not None and index is not None
     axis = attribute(node, "axis", 0)
-    return [g.op("ScatterElements", g.zeros_like(x, index), index, d, axis=axis, reduction="add"), None]
+    return [g.op("ScatterElements", g.zeros_like(x, d), index, d, axis=axis, reduction="add"), None]
 
 
 @register_gradient("ScatterElements", since=11)

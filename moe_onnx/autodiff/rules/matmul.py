@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx_ir as ir
 
 from moe_onnx.autodiff.gradients import Gradients, attribute, sizes
@@ -44,7 +46,7 @@ def gemm(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     a, b, c = [*node.inputs, None][:3]
     alpha, beta = float(attribute(node, "alpha", 1.0)), float(attribute(node, "beta", 1.0))
     ta, tb = bool(attribute(node, "transA", 0)), bool(attribute(node, "transB", 0))
-    scale = {} if alpha == 1 else {"alpha": alpha}
+    scale: dict[str, Any] = {} if alpha == 1 else {"alpha": alpha}
     da = db = dc = None
     if g.needs(a):
         first, second, t1, t2 = (b, d, tb, True) if ta else (d, b, False, not tb)

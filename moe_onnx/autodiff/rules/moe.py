@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 
@@ -16,7 +18,7 @@ Grads = list[ir.Value | None]
 @register_gradient("MoeInitRoutingV2", DOMAIN)
 def init_routing(g: Gradients, node: ir.Node, d: ir.Value, *_: None) -> Grads:
     """Each token gets the sum of the gradients of its rows: MoeInitRoutingV2Grad."""
-    _, expert_idx = node.inputs
+    expert_idx = node.inputs[1]
     assert expert_idx is not None
     dims = sizes(expert_idx)
     top_k = dims[1] if dims is not None and len(dims) == 2 else None
@@ -25,16 +27,17 @@ def init_routing(g: Gradients, node: ir.Node, d: ir.Value, *_: None) -> Grads:
             f"the second size of '{expert_idx.name}', top_k, must be known when the graph is built, as "
             "MoeInitRoutingV2Grad has it as an attribute."
         )
-    grad = g.op(
-        "MoeInitRoutingV2Grad",
-        d,
-        node.outputs[1],
-        domain=DOMAIN,
-        top_k=top_k,
-        drop_pad_mode=attribute(node, "drop_pad_mode", 0),
-        active_num=attribute(node, "active_num", 0),
-    )
-    return [grad, None]
+    mode, active = attribute(node, "drop_pad_mode", 0), attribute(node, "active_num", 0)
+    tokens = dims[0] if dims is not None else None
+    if mode == 0 and active and isinstance(tokens, int):
+        active = active if active < tokens * top_k else 0
+    elif mode == 0 and active:
+        # The forward keeps as many rows as there are, its gradient takes active_num in any case.
+        missing = g.op("Max", g.sub(g.constant([active]), g.op("Shape", d, start=0, end=1)), g.constant([0]))
+        d = g.op("Pad", d, g.op("Concat", g.constant([0]), missing, axis=0), None, g.constant([0]))
+    name, slots = "MoeInitRoutingV2Grad", node.outputs[1]
+    more: dict[str, Any] = {"domain": DOMAIN, "top_k": top_k, "drop_pad_mode": mode, "active_num": active}
+    return [g.op(name, d, slots, **more), None]
 
 
 @register_gradient("MoeTokenUnpermuteWithRoutingMap", DOMAIN)
@@ -46,6 +49,9 @@ def unpermute(g: Gradients, node: ir.Node, d: ir.Value | None, *others: ir.Value
     assert rows is not None
     absent = g.constant(np.empty((0, 0)), rows.dtype)
     with_probs = probs is not None and sizes(probs) != (0, 0)
+    if routing_map is None and with_probs and probs is not None:
+        # Only the padded form goes without a map, and its gradient wants one but for the sizes.
+        routing_map = g.op("Expand", g.constant(True), g.op("Shape", probs))
     rows_grad, probs_grad = g.ops(
         "MoeTokenUnpermuteWithRoutingMapGrad",
         d,

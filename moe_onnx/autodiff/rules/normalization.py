@@ -62,14 +62,14 @@ def _positions(g: Gradients, node: ir.Node, d: ir.Value, labels: ir.Value) -> tu
     """The gradient of every position's loss and its label, with an axis for the classes."""
     reduction, ignored = attribute(node, "reduction", "mean"), attribute(node, "ignore_index")
     classes, zero = g.constant([1]), g.like(0.0, d)
-    counted = None
+    counted: ir.Value | None = None
     if ignored is not None:
         ignored_label = g.like(ignored, labels)
         counted = g.op("Not", g.op("Equal", labels, ignored_label))
         labels = g.op("Where", counted, labels, g.like(0, labels))
     if reduction == "mean" and counted is None:
         d = g.div(d, g.cast(g.op("Size", labels), d))
-    elif reduction == "mean":
+    elif reduction == "mean" and counted is not None:
         d = g.div(d, g.op("ReduceSum", g.cast(counted, d), keepdims=0))
     if counted is not None:
         d = g.op("Where", counted, d, zero)
