@@ -17,7 +17,7 @@ from moe_onnx.cli.options import ASSEMBLY, CONSOLE, INTERRUPTED, Commands, build
 from moe_onnx.errors import OptionError
 from moe_onnx.runtime.data import BIN_DTYPES, TokenDataset
 from moe_onnx.runtime.session import KERNELS
-from moe_onnx.runtime.training_session import TrainingSession
+from moe_onnx.runtime.training_session import TrainingSession, default_options
 
 FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -166,7 +166,7 @@ def train(
         seed=how.seed,
         lr=how.lr,
         kernels=kernels,
-        sess_options=training.session_options(threads),
+        sess_options=default_options(threads),
         non_finite="skip" if skip_non_finite else "raise",
     )
     run = training.Run(output, session, data)

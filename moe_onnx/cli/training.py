@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moe_onnx.build.recipe import Schedule, recipe_from_dict, recipe_tables
@@ -24,7 +23,7 @@ from moe_onnx.runtime.data import TokenDataset
 from moe_onnx.runtime.generate import generate
 from moe_onnx.runtime.session import interrupts_deferred
 from moe_onnx.runtime.train import train
-from moe_onnx.runtime.training_session import TrainingSession
+from moe_onnx.runtime.training_session import TrainingSession, default_options
 from moe_onnx.spec import DOMAIN
 
 GRADIENT_OPS = ("MoeInitRoutingV2Grad", "MoeTokenUnpermuteWithRoutingMapGrad")
@@ -143,10 +142,8 @@ def demo(text: Path | None, steps: int | None, folder: Path) -> int:
         f"{'Python help topics' if text is None else text}, {steps} steps of "
         f"{how.batch_size} x {how.sequence_length}"
     )
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = (
-        1  # small matrices: more threads wait for each other; and the same numbers anywhere
-    )
+    # Small matrices: more threads wait for each other; and the same numbers anywhere.
+    options = default_options(1)
     session = TrainingSession(graph, seed=how.seed, lr=how.lr, sess_options=options)
     run = Run(folder, session, data)
     code = run.train(steps, eval_every=max(1, steps // 6), save_every=0)
@@ -176,14 +173,6 @@ def resume_command(words: list[str]) -> str:
     import shlex
 
     return shlex.join(["moe-onnx", *words, *([] if "--resume" in words else ["--resume"])])
-
-
-def session_options(threads: int | None) -> onnxruntime.SessionOptions:
-    """Onnxruntime's options for so many threads; None: its own choice."""
-    options = onnxruntime.SessionOptions()
-    if threads is not None:
-        options.intra_op_num_threads = threads
-    return options
 
 
 def schedule_with(schedule: Schedule, **given: Any) -> Schedule:
