@@ -76,8 +76,8 @@ def report(size: str, blocks: int) -> None:
         for kind in ("default", "fused")
     }
     print(
-        f"\n{size}: T={tokens} H={config.hidden_size} F={config.moe_intermediate_size} E={config.num_experts} "
-        f"K={config.num_experts_per_tok}, float32, forward + loss + backward + AdamW"
+        f"\n{size}: T={tokens} H={config.hidden_size} F={config.moe_intermediate_size} "
+        f"E={config.num_experts} K={config.num_experts_per_tok}, float32, forward, loss, backward, AdamW"
     )
     print(
         f"  {'contender':32} {'median ms':>10} {'best ms':>9} {'of torch default':>17} "

@@ -13,6 +13,7 @@ import pytest
 
 import moe_onnx
 from moe_onnx.adapters.cards import card_files
+from moe_onnx.cli.shelf import is_fresh, shelf_files
 from moe_onnx.operators import ALL
 
 ROOT = Path(__file__).parent.parent
@@ -171,6 +172,21 @@ def test_a_stale_file_is_seen(tmp_path: Path) -> None:
     assert not write_cards(tmp_path, check=True)
     (tmp_path / ALL[0].name / "card.md").write_text("old")
     assert write_cards(tmp_path, check=True) == [tmp_path / ALL[0].name / "card.md"]
+
+
+def test_the_shelf_is_fresh() -> None:
+    """If this fails: ``moe-onnx shelf``. Losses are recorded, so they are compared to their tolerance."""
+    files = shelf_files(ROOT / "models")
+    assert {path.name for path in files} == {"graph.txt", "losses.json"}
+    for path, text in files.items():
+        assert is_fresh(path, text), path
+
+
+def test_other_losses_are_seen(tmp_path: Path) -> None:
+    path = tmp_path / "losses.json"
+    path.write_text('{"losses": [2.0, 1.0]}')
+    assert is_fresh(path, '{"losses": [2.0, 1.00001]}')
+    assert not is_fresh(path, '{"losses": [2.0, 1.001]}')
 
 
 @pytest.mark.parametrize("spec", ALL, ids=lambda spec: spec.name)

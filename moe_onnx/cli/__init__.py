@@ -12,7 +12,7 @@ import moe_onnx
 from moe_onnx.build.recipe import Schedule
 from moe_onnx.build.training_graph import TrainingGraph
 from moe_onnx.cli import graphs, training
-from moe_onnx.cli.commands import show_info, write_cards
+from moe_onnx.cli.commands import show_info, write_cards, write_shelf
 from moe_onnx.cli.options import ASSEMBLY, CONSOLE, INTERRUPTED, Commands, build, model_options, recipe_of
 from moe_onnx.errors import OptionError
 from moe_onnx.runtime.data import BIN_DTYPES, TokenDataset
@@ -211,4 +211,19 @@ def cards(folder: Path, check: bool) -> None:
       moe-onnx cards ops --check
     """  # noqa: D301
     stale = write_cards(folder, check=check)
+    sys.exit(1 if check and stale else 0)
+
+
+@main.command()
+@click.argument("folder", default="models", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a file is stale.")
+def shelf(folder: Path, check: bool) -> None:
+    """Write the generated files of FOLDER (the project's models/): graph.txt and losses.json.
+
+    \b
+    Examples:
+      moe-onnx shelf
+      moe-onnx shelf models --check
+    """  # noqa: D301
+    stale = write_shelf(folder, check=check)
     sys.exit(1 if check and stale else 0)

@@ -1,8 +1,9 @@
-"""What ``moe-onnx info`` (of the installation) and ``cards`` print."""
+"""What ``moe-onnx info`` (of the installation), ``cards`` and ``shelf`` print."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from moe_onnx.adapters.cards import card_files
 from moe_onnx.adapters.python_ops import SERVED, UNAVAILABLE
+from moe_onnx.cli.shelf import is_fresh, shelf_files
 from moe_onnx.operators import ALL
 
 _CONSOLE = Console()
@@ -43,16 +45,26 @@ def show_info() -> None:
 
 
 def write_cards(folder: Path, *, check: bool) -> list[Path]:
-    """Write the generated files that are stale, or only name them; give the stale ones."""
-    stale = []
-    for path, text in card_files(folder).items():
-        if path.exists() and path.read_text("utf-8") == text:
-            continue
-        stale.append(path)
+    """Write the stale ones of the operators' generated files, or only name them; give them."""
+    return _write(card_files(folder), _same_text, check)
+
+
+def write_shelf(folder: Path, *, check: bool) -> list[Path]:
+    """Write the stale ones of the recipes' generated files, or only name them; give them."""
+    return _write(shelf_files(folder), is_fresh, check)
+
+
+def _same_text(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text("utf-8") == text
+
+
+def _write(files: dict[Path, str], fresh: Callable[[Path, str], bool], check: bool) -> list[Path]:
+    stale = [path for path, text in files.items() if not fresh(path, text)]
+    for path in stale:
         if not check:
             path.parent.mkdir(parents=True, exist_ok=True)
             beside = path.with_suffix(path.suffix + ".new")
-            beside.write_text(text, "utf-8")
+            beside.write_text(files[path], "utf-8")
             os.replace(beside, path)
         _CONSOLE.print(f"{'stale' if check else 'written'}: {path}")
     if not stale:

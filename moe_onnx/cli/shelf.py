@@ -1,0 +1,71 @@
+"""The generated files of ``models/``: each recipe's graph as text, and its first losses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.printer
+
+from moe_onnx.build.recipe import Recipe, recipe_from_dict, recipe_tables
+from moe_onnx.build.training_graph import build_training_graph
+from moe_onnx.runtime.data import TokenDataset
+from moe_onnx.runtime.training_session import TrainingSession, default_options
+
+STEPS = 10
+TOLERANCE = 1e-4  # relative; of float32 sums in another order, after ten steps
+_WORDS = "a all and are as at be by can each for from gives has if in is it its of on or that the to"
+
+
+def graph_text(recipe: Recipe) -> str:
+    """The ``step`` graph of a recipe in ONNX text, without function bodies and manifest."""
+    model = build_training_graph(recipe.config, optimizer=recipe.optimizer).model
+    bare = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, graph=model.graph)
+    del bare.graph.value_info[:]
+    return onnx.printer.to_text(bare) + "\n"
+
+
+def first_losses(recipe: Recipe) -> dict[str, Any]:
+    """The losses of the first steps, on words drawn by a generator of fixed seed."""
+    how = recipe.schedule
+    words = _WORDS.split()
+    drawn = np.random.Generator(np.random.PCG64(0)).integers(0, len(words), 20_000)
+    text = " ".join(words[i] for i in drawn).encode()
+    data = TokenDataset(
+        np.frombuffer(text, np.uint8),
+        batch_size=how.batch_size,
+        sequence_length=how.sequence_length,
+        seed=how.seed,
+    )
+    graph = build_training_graph(recipe.config, assembly="grad+apply", optimizer=recipe.optimizer)
+    session = TrainingSession(graph, seed=how.seed, lr=how.lr, sess_options=default_options(1))
+    losses = [session.step(data.next_batch())["loss"] for _ in range(STEPS)]
+    return {
+        "data": f"{len(drawn)} words of {len(words)}, drawn by numpy's PCG64(0); see moe_onnx/cli/shelf.py",
+        "rtol": TOLERANCE,
+        "losses": [round(loss, 6) for loss in losses],
+    }
+
+
+def shelf_files(folder: Path) -> dict[Path, str]:
+    """Path and text of every generated file under ``folder``, a folder of recipes."""
+    files = {}
+    for path in sorted(folder.glob("*/recipe.toml")):
+        recipe = recipe_from_dict(recipe_tables(str(path)), str(path))
+        files[path.parent / "graph.txt"] = graph_text(recipe)
+        files[path.parent / "losses.json"] = json.dumps(first_losses(recipe), indent=1) + "\n"
+    return files
+
+
+def is_fresh(path: Path, text: str) -> bool:
+    """Whether a file says what it should: losses to their tolerance, everything else to the letter."""
+    if not path.exists():
+        return False
+    found = path.read_text("utf-8")
+    if path.name != "losses.json":
+        return found == text
+    old, new = json.loads(found), json.loads(text)
+    return old.keys() == new.keys() and np.allclose(old["losses"], new["losses"], rtol=TOLERANCE, atol=0)
