@@ -244,3 +244,14 @@ def test_the_gradient_of_a_layers_input() -> None:
     )
     slope = (out["hidden_states.grad"] * direction).sum()
     assert slope == pytest.approx((up - down) / (2 * EPS), rel=FINITE_DIFFERENCE)
+
+
+def test_the_python_route_computes_the_same() -> None:
+    """The two backward operators as Python custom ops, inside a whole graph."""
+    case = CASES["mixtral"]
+    model = moe_onnx.build_training_graph(case.config, assembly="grad").model
+    feed = {**case.parameters(), **case.batches()[0]}
+    python, body = (run(moe_onnx.InferenceSession(model, kernels=k), feed) for k in ("python", "body"))
+    for name, value in body.items():
+        gap = np.abs(python[name] - value).max()
+        assert gap <= 2e-6 * np.abs(value).max(), name

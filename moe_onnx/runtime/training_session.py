@@ -53,7 +53,8 @@ class TrainingSession:
         parameters: Initial values by name, float32; None: drawn by ``graph.init_parameters(seed)``.
         seed: Of the initial values.
         lr: Learning rate, or a function of the number of the update (1 for the first).
-        kernels: As in :class:`InferenceSession`.
+        kernels: As in :class:`InferenceSession`, but ``"auto"`` is ``"body"``: the faster route, and the
+            indices that the Python ops would check are made by the graph itself.
         sess_options: onnxruntime's options, for all graphs; None: :func:`default_options`.
         assembly: ``"grad+apply"`` or ``"step"``; None: the first that the graph has.
         non_finite: What a NaN or infinite loss or gradient norm leads to: ``"raise"`` an error, or
@@ -85,7 +86,7 @@ class TrainingSession:
         self.non_finite = non_finite
         self._graph = graph
         self._manifest: Manifest = graph.manifest
-        self._kernels = kernels
+        self._kernels = "body" if kernels == "auto" else kernels
         self._options = default_options() if sess_options is None else sess_options
         self._assembly = _chosen(assembly, self._manifest)
         self._sessions: dict[str, InferenceSession] = {}
