@@ -170,7 +170,7 @@ class TinyGraph:
                 name,
                 "float32",
                 shape,
-                {"init": "normal", "std": 0.5},
+                {"kind": "normal", "std": 0.5},
                 weight_decay=False,
                 gradient=f"{name}.grad",
                 updated=f"{name}.updated",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any
 
 from moe_onnx.build.options import Options
 from moe_onnx.errors import ConfigError
@@ -19,8 +19,6 @@ class _Optimizer(Options):
     weight_decay: float = 0.0
     no_decay: tuple[str, ...] = NO_DECAY
     max_grad_norm: float | None = 1.0
-
-    states: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         """Check the fields that all optimizers share."""
@@ -67,8 +65,6 @@ class AdamW(_Optimizer):
     beta2: float = 0.999
     eps: float = 1e-8
 
-    states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-
     def __post_init__(self) -> None:
         """Check the fields of AdamW."""
         super().__post_init__()
@@ -114,7 +110,7 @@ def state_names(optimizer: Optimizer) -> tuple[str, ...]:
     """What an optimizer keeps for each parameter, by PyTorch's names."""
     if isinstance(optimizer, SGD):
         return ("momentum_buffer",) if optimizer.momentum else ()
-    return optimizer.states
+    return ("exp_avg", "exp_avg_sq")
 
 
 def optimizer_from_dict(data: Mapping[str, Any]) -> Optimizer:

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 
 from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
+from moe_onnx.errors import ConfigError
+
+_FILLS = {"ones": 1.0, "zeros": 0.0}
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,11 @@ class Parameter:
 
         So a parameter starts the same whatever others a model has, and in whatever order.
         """
+        if self.init in _FILLS:
+            return np.full(self.shape, _FILLS[self.init], np.float32)
         if self.init != "normal":
-            return np.full(self.shape, 1.0 if self.init == "ones" else 0.0, np.float32)
+            known = ", ".join(["normal", *_FILLS])
+            raise ConfigError(f"Parameter '{self.name}': init must be one of {known}, got {self.init!r}.")
         rng = np.random.default_rng([seed, zlib.crc32(self.name.encode())])
         return rng.standard_normal(self.shape, np.float32) * np.float32(self.std)
 

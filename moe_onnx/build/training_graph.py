@@ -58,7 +58,9 @@ class TrainingGraph:
         draws from a stream of its own, made from the seed and its name.
         """
         return {
-            info.name: Parameter(info.name, info.shape, **info.init).first_value(seed)
+            info.name: Parameter(
+                info.name, info.shape, str(info.init.get("kind")), float(info.init.get("std", 0.0))
+            ).first_value(seed)
             for info in self.manifest.parameters
         }
 
@@ -293,7 +295,7 @@ def _manifest(
                 name=param.name,
                 dtype="float32",
                 shape=param.shape,
-                init={"init": param.init, "std": param.std},
+                init={"kind": param.init, "std": param.std},
                 weight_decay=optimizer.decays(param.name),
                 gradient=_gradient(param),
                 updated=_updated(param),
