@@ -93,6 +93,8 @@ class TrainingGraph:
         models = {}
         manifest = Manifest.from_json(_read(source / "manifest.json"))
         for name in manifest.graphs:
+            if not name or Path(name).name != name:
+                raise ModelError(f"{source / 'manifest.json'}: {name!r} cannot be the name of a graph.")
             path = source / f"{name}.onnx"
             try:
                 models[name] = onnx.load_model_from_string(_read(path))
@@ -182,7 +184,7 @@ class _Draft:
         done = self._losses()
         gradients = self._gradients(done)
         with self.e.scope("grad_norm"):
-            norm = global_norm(self.e, gradients)
+            norm = global_norm(self.e, gradients, [p.shape for p in self.params])
         self._metrics(done)
         self._output(norm, "grad_norm", "float32", (), "metric")
         for param, gradient in zip(self.params, gradients, strict=True):
@@ -202,7 +204,7 @@ class _Draft:
         self._state_inputs()
         gradients = self._gradients(done)
         with self.e.scope("grad_norm"):
-            norm = global_norm(self.e, gradients)
+            norm = global_norm(self.e, gradients, [p.shape for p in self.params])
         self._metrics(done)
         self._output(norm, "grad_norm", "float32", (), "metric")
         self._updates(gradients, norm)

@@ -159,6 +159,11 @@ def _resolve(folder: Path) -> Path:
         raise CheckpointError(
             f"There is no checkpoint in '{folder}': neither '{LATEST}' nor '{TRAINER}' is there."
         )
+    if Path(name).name != name or name == "..":
+        raise CheckpointError(
+            f"{folder / LATEST}: names '{name}', which is no folder in '{folder}'. To load a checkpoint from "
+            "elsewhere, give its own path."
+        )
     if not (folder / name / TRAINER).exists():
         others = ", ".join(sorted(p.parent.name for p in folder.glob(f"step-*/{TRAINER}"))) or "none"
         raise CheckpointError(

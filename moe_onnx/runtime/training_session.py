@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import onnxruntime
@@ -204,6 +204,12 @@ class TrainingSession:
     def load_checkpoint(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
         """See :func:`moe_onnx.load_checkpoint`."""
         return load_checkpoint(self, folder)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "moe_onnx.TrainingSession cannot be pickled or copied. Build another session of the same graph, "
+            "and give it state_dict() or a checkpoint."
+        )
 
     def _usable(self) -> TrainingState:
         if self._broken:
