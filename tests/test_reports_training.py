@@ -295,7 +295,7 @@ def test_a01_a18_odd_sizes(experts: int, top_k: int, hidden: int, inner: int) ->
     [("relu", *ROUTERS[0]), ("gelu", *ROUTERS[1]), ("relu", *ROUTERS[2]), ("swiglu", *ROUTERS[2])],
 )
 def test_a20_what_builds_also_trains(kind: str, scores: str, norm: bool) -> None:
-    """Primus-Turbo #328: each legal combination goes through forward, backward and an update."""
+    """Primus-Turbo #328: each activation and router goes through forward, backward and an update."""
     config = layer(expert_activation=kind, router_scores=scores, norm_topk_prob=norm, router_z_loss_coef=0.01)
     graph = moe_onnx.build_training_graph(config, optimizer=moe_onnx.SGD(max_grad_norm=None))
     train = moe_onnx.TrainingSession(graph, lr=0.1, parameters=random_parameters(config, 5))
