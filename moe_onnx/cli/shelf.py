@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx.printer
+from onnx import numpy_helper
 
 from moe_onnx.build.recipe import Recipe, recipe_from_dict, recipe_tables
 from moe_onnx.build.training_graph import build_training_graph
@@ -21,11 +21,28 @@ _WORDS = "a all and are as at be by can each for from gives has if in is it its 
 
 
 def graph_text(recipe: Recipe) -> str:
-    """The ``step`` graph of a recipe in ONNX text, without function bodies and manifest."""
-    model = build_training_graph(recipe.config, optimizer=recipe.optimizer).model
-    bare = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, graph=model.graph)
-    del bare.graph.value_info[:]
-    return onnx.printer.to_text(bare) + "\n"
+    """The ``step`` graph of a recipe, a line for each input, constant, node and output.
+
+    Written here, and not by onnx's printer, whose text is another from version to version.
+    """
+    graph = build_training_graph(recipe.config, optimizer=recipe.optimizer).model.graph
+    lines = [f"input {_typed(value)}" for value in graph.input]
+    for tensor in graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        lines.append(f"constant {tensor.name} = {values.dtype}{list(values.shape)} {values.ravel().tolist()}")
+    for node in graph.node:
+        name = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+        attributes = [f"{a.name} = {onnx.helper.get_attribute_value(a)}" for a in node.attribute]
+        given = f" <{', '.join(attributes)}>" if attributes else ""
+        lines.append(f"{', '.join(node.output)} = {name}{given} ({', '.join(node.input)})")
+    lines += [f"output {_typed(value)}" for value in graph.output]
+    return "\n".join(lines) + "\n"
+
+
+def _typed(value: onnx.ValueInfoProto) -> str:
+    tensor = value.type.tensor_type
+    dims = ", ".join(dim.dim_param or str(dim.dim_value) for dim in tensor.shape.dim)
+    return f"{onnx.TensorProto.DataType.Name(tensor.elem_type).lower()}[{dims}] {value.name}"
 
 
 def first_losses(recipe: Recipe) -> dict[str, Any]:
