@@ -48,7 +48,7 @@ from moe_onnx.rewrite.legalize import add_function_bodies
 from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
 from moe_onnx.runtime.data import TokenDataset
 from moe_onnx.runtime.generate import generate
-from moe_onnx.runtime.register import register
+from moe_onnx.runtime.register import register, register_the_library_once
 from moe_onnx.runtime.session import InferenceSession
 from moe_onnx.runtime.train import train
 from moe_onnx.runtime.training_session import TrainingSession
@@ -105,3 +105,4 @@ __all__ = [
 assert _FAMILIES  # importing them registers their rules
 _register_schemas()
 _register_python_ops()
+register_the_library_once()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import queue
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from onnx import helper, numpy_helper
 from routes import feed_of, make_model
 
 import moe_onnx
+from moe_onnx.runtime.register import _probe
 
 INIT, UNPERMUTE = "MoeInitRoutingV2Grad", "MoeTokenUnpermuteWithRoutingMapGrad"
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -312,3 +314,27 @@ def test_register_leaves_no_trace(plain: bool, tmp_path: Path, monkeypatch: Any,
     assert {name: getattr(options, name) for name in names} == before
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("calls", ["pp", "rp", "pr", "rr", "prp"])
+def test_one_options_object_may_be_registered_on_again_and_again(calls: str) -> None:
+    """p: plainly, by onnxruntime's method; r: by ours."""
+    options = ort.SessionOptions()
+    for call in calls:
+        if call == "p":
+            options.register_custom_ops_library(onnxruntime_extensions.get_library_path())
+        else:
+            assert moe_onnx.register(options) is options
+    for _ in range(3):
+        session = ort.InferenceSession(_probe(), options)
+        feed = {"g": np.full((1, 1), 7, np.float32), "i": np.zeros(1, np.int32)}
+        assert session.run(None, feed)[0].item() == 7
+
+
+def test_other_libraries_are_registered_as_ever(tmp_path: Path) -> None:
+    options = ort.SessionOptions()
+    with pytest.raises(Exception, match="absent"):
+        options.register_custom_ops_library(str(tmp_path / "absent.so"))
+    importlib.reload(importlib.import_module("moe_onnx.runtime.register"))  # wraps no second time
+    wrapped = ort.SessionOptions.register_custom_ops_library
+    assert not hasattr(wrapped.__wrapped__, "__wrapped__")

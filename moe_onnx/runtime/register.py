@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import onnxruntime
 from onnx import TensorProto, helper
 
@@ -15,8 +17,7 @@ def register(sess_options: onnxruntime.SessionOptions) -> onnxruntime.SessionOpt
     """Register the Python kernels on session options, so that plain sessions can use them.
 
     May be called any number of times, also on options on which
-    ``register_custom_ops_library(onnxruntime_extensions.get_library_path())`` was called before.
-    (The other way round, onnxruntime refuses the second registration when a session is made.)
+    ``register_custom_ops_library(onnxruntime_extensions.get_library_path())`` is called before or after.
 
     Args:
         sess_options: Options to register on.
@@ -30,17 +31,44 @@ def register(sess_options: onnxruntime.SessionOptions) -> onnxruntime.SessionOpt
     path = python_ops.library_path()
     if not _is_registered(sess_options):
         sess_options.register_custom_ops_library(path)
-        sess_options.add_session_config_entry(_MARK, "1")
     return sess_options
 
 
-def _is_registered(options: onnxruntime.SessionOptions) -> bool:
+def register_the_library_once() -> None:
+    """Make a second registration of onnxruntime-extensions on one options object do nothing.
+
+    onnxruntime takes it, and then makes no session of such options ("domain already registered").
+    Other libraries are registered as ever.
+    """
+    original = onnxruntime.SessionOptions.register_custom_ops_library
+    if python_ops.UNAVAILABLE or getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def register_custom_ops_library(self: onnxruntime.SessionOptions, library_path: str) -> None:
+        is_ours = str(library_path) == python_ops.library_path()
+        if is_ours and _is_marked(self):
+            return
+        original(self, library_path)
+        if is_ours:
+            self.add_session_config_entry(_MARK, "1")
+
+    setattr(register_custom_ops_library, _MARK, True)
+    onnxruntime.SessionOptions.register_custom_ops_library = register_custom_ops_library
+
+
+def _is_marked(options: onnxruntime.SessionOptions) -> bool:
     try:
-        if options.get_session_config_entry(_MARK):
-            return True
+        return bool(options.get_session_config_entry(_MARK))
     except RuntimeError:
-        pass  # no such entry
-    # Options do not tell which libraries are on them, but whether a model of ours loads does.
+        return False  # no such entry
+
+
+def _is_registered(options: onnxruntime.SessionOptions) -> bool:
+    if _is_marked(options):
+        return True
+    # Registered before this package was imported: options do not tell which libraries are on them, but
+    # whether a model of ours loads does.
     writes = options.optimized_model_filepath, options.enable_profiling, options.log_severity_level
     options.optimized_model_filepath, options.enable_profiling, options.log_severity_level = (
         "",
