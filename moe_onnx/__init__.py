@@ -52,8 +52,9 @@ from moe_onnx.runtime.register import register, register_the_library_once
 from moe_onnx.runtime.session import InferenceSession
 from moe_onnx.runtime.train import train
 from moe_onnx.runtime.training_session import TrainingSession
+from moe_onnx.spec import PACKAGE_VERSION
 
-__version__ = "0.1.0"
+__version__ = PACKAGE_VERSION
 
 __all__ = [
     "SGD",

@@ -24,7 +24,8 @@ from moe_onnx.errors import (
 )
 
 DOMAIN = "ascend.moe"
-VERSION = 1
+VERSION = 1  # of the domain
+PACKAGE_VERSION = "0.1.0"
 
 # The letters that shape signatures are written in.
 AXES = {

@@ -25,7 +25,7 @@ from moe_onnx.build.optimizers import AdamW, Optimizer, state_names
 from moe_onnx.build.parameters import Parameter, parameters_of
 from moe_onnx.build.update import Scalars, clip_factor, global_norm, update
 from moe_onnx.errors import ConfigError, ModelError
-from moe_onnx.spec import DOMAIN, VERSION
+from moe_onnx.spec import DOMAIN, PACKAGE_VERSION, VERSION
 
 ASSEMBLIES = ("step", "grad", "apply", "eval", "forward")
 # What the oldest supported onnxruntime loads, whatever the installed onnx would write.
@@ -287,8 +287,6 @@ class _Draft:
 def _manifest(
     config: Config, optimizer: Optimizer, params: list[Parameter], graphs: dict[str, GraphInfo]
 ) -> Manifest:
-    import moe_onnx  # the package is whole by the time this runs
-
     return Manifest(
         config=config.to_dict(),
         optimizer=optimizer.to_dict(),
@@ -309,7 +307,7 @@ def _manifest(
             for param in params
         ),
         graphs=graphs,
-        versions={"moe_onnx": moe_onnx.__version__},
+        versions={"moe_onnx": PACKAGE_VERSION},
         opset={"": OPSET, DOMAIN: VERSION},
         ir_version=IR_VERSION,
     )

@@ -27,6 +27,7 @@ from safetensors.numpy import load_file, save_file
 
 from moe_onnx.errors import CheckpointError
 from moe_onnx.runtime.training_state import STEP, checked_tensors
+from moe_onnx.spec import PACKAGE_VERSION
 
 if TYPE_CHECKING:
     from moe_onnx.runtime.training_session import TrainingSession
@@ -112,8 +113,6 @@ def has_checkpoint(folder: str | os.PathLike[str]) -> bool:
 
 
 def _write(session: TrainingSession, folder: Path, data: Mapping[str, Any] | None) -> None:
-    import moe_onnx  # the package is whole by the time this runs
-
     state = session.state_dict()
     step = int(state.pop(STEP))
     parameters = {name: state.pop(name) for name in session.manifest.parameter_names}
@@ -125,7 +124,7 @@ def _write(session: TrainingSession, folder: Path, data: Mapping[str, Any] | Non
     about = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        "moe_onnx": moe_onnx.__version__,
+        "moe_onnx": PACKAGE_VERSION,
         "global_step": step,
         "config": session.manifest.config,
         "optimizer": session.manifest.optimizer,
