@@ -92,7 +92,8 @@ def check_tensors(case: Case, got: Arrays, kind: str) -> None:
         assert gap <= TOLERANCE, f"{case.name}: {kind} of {name} is off by {gap:.1e}"
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+# A case's sessions are made once: its tests stay together on one worker.
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in CASES])
 def built(request: Any) -> tuple[Case, dict[str, Session]]:
     case = CASES[request.param]
     graph = moe_onnx.build_training_graph(
