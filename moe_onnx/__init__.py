@@ -4,16 +4,15 @@ Importing the package registers the operators of the domain ``ascend.moe``: thei
 their Python kernels with onnxruntime-extensions.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from moe_onnx.adapters.function_body import function_body
 from moe_onnx.adapters.python_ops import register_python_ops as _register_python_ops
 from moe_onnx.adapters.reference_evaluator import reference_ops
 from moe_onnx.adapters.schema import register_schemas as _register_schemas
-from moe_onnx.autodiff.differentiate import differentiate
-from moe_onnx.autodiff.registry import register_gradient
-from moe_onnx.autodiff.rules import FAMILIES as _FAMILIES
 from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
 from moe_onnx.build.optimizers import SGD, AdamW
-from moe_onnx.build.training_graph import TrainingGraph, build_training_graph
 from moe_onnx.errors import (
     AttributeValueError,
     BatchError,
@@ -45,14 +44,19 @@ from moe_onnx.operators.moe_token_unpermute_with_routing_map_grad import (
     moe_token_unpermute_with_routing_map_grad,
 )
 from moe_onnx.rewrite.legalize import add_function_bodies
-from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
 from moe_onnx.runtime.data import TokenDataset
-from moe_onnx.runtime.generate import generate
 from moe_onnx.runtime.register import register, register_the_library_once
 from moe_onnx.runtime.session import InferenceSession
-from moe_onnx.runtime.train import train
-from moe_onnx.runtime.training_session import TrainingSession
 from moe_onnx.spec import PACKAGE_VERSION
+
+if TYPE_CHECKING:
+    from moe_onnx.autodiff.differentiate import differentiate
+    from moe_onnx.autodiff.registry import register_gradient
+    from moe_onnx.build.training_graph import TrainingGraph, build_training_graph
+    from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
+    from moe_onnx.runtime.generate import generate
+    from moe_onnx.runtime.train import train
+    from moe_onnx.runtime.training_session import TrainingSession
 
 __version__ = PACKAGE_VERSION
 
@@ -103,7 +107,30 @@ __all__ = [
     "train",
 ]
 
-assert _FAMILIES  # importing them registers their rules
 _register_schemas()
 _register_python_ops()
 register_the_library_once()
+
+# What needs onnx-ir, which takes as long to import as everything else: on first use.
+_ON_FIRST_USE = {
+    "differentiate": "moe_onnx.autodiff.differentiate",
+    "register_gradient": "moe_onnx.autodiff.registry",
+    "TrainingGraph": "moe_onnx.build.training_graph",
+    "build_training_graph": "moe_onnx.build.training_graph",
+    "load_checkpoint": "moe_onnx.runtime.checkpoint",
+    "save_checkpoint": "moe_onnx.runtime.checkpoint",
+    "generate": "moe_onnx.runtime.generate",
+    "train": "moe_onnx.runtime.train",
+    "TrainingSession": "moe_onnx.runtime.training_session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(_ON_FIRST_USE[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -241,9 +241,19 @@ def test_readme_has_the_two_commands() -> None:
     assert "pytest" in shell
 
 
+def test_names_that_are_imported_on_first_use() -> None:
+    code = (
+        "import moe_onnx; assert set(moe_onnx.__all__) <= set(dir(moe_onnx)); from moe_onnx import *; train"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    with pytest.raises(AttributeError, match="'trian'"):
+        moe_onnx.trian  # noqa: B018
+
+
 def test_import_is_light() -> None:
-    """Importing brings in neither torch nor anything of the command line."""
-    code = "import sys, moe_onnx; print([m for m in ('torch', 'rich', 'click') if m in sys.modules])"
+    """Importing brings in neither torch nor anything of the command line or of graphs."""
+    heavy = ("torch", "rich", "click", "onnx_ir")
+    code = f"import sys, moe_onnx; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run(
         [sys.executable, "-c", code], check=True, timeout=100, capture_output=True, text=True
     )
