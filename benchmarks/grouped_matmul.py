@@ -21,7 +21,6 @@ for _name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):
 import argparse
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +29,7 @@ import numpy as np
 import onnxruntime as ort
 import torch
 from onnx import TensorProto, helper
+from operators import measure
 
 import moe_onnx
 
@@ -87,18 +87,6 @@ def report(size: str, dtype: str, repeats: int) -> None:
             median = statistics.median(values)
             ratio = statistics.median(a / b for a, b in zip(values, times[BASE], strict=True))
             print(f"    {name:32} {median * 1e3:10.1f} {ratio:18.2f} {flops / median / 1e9:9.0f}")
-
-
-def measure(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call, run in turn so that a machine that drifts does so for all."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for round_ in range(repeats + 1):  # the first is a warm-up
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if round_:
-                times[name].append(time.perf_counter() - start)
-    return times
 
 
 def forward(data: dict[str, Any], dtype: str, *, transposed: bool) -> dict[str, Call]:

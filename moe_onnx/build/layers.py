@@ -35,6 +35,12 @@ def linear(e: Emitter, x: ir.Value, weight: ir.Value, bias: ir.Value | None = No
     return e.op("Gemm", x, weight, *([] if bias is None else [bias]), transB=1)
 
 
+def exact_sum(e: Emitter, x: ir.Value, *axes: ir.Value) -> ir.Value:
+    """A sum of many terms: onnxruntime's own, in a few float32 lanes, loses digits as they grow."""
+    total = e.op("ReduceSum", e.op("Cast", x, to=ir.DataType.DOUBLE), *axes, keepdims=0)
+    return e.op("Cast", total, to=ir.DataType.FLOAT)
+
+
 def rms_norm(e: Emitter, x: ir.Value, weight: ir.Value, size: int, eps: float) -> ir.Value:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, of ``size`` elements."""
     squares = e.op("ReduceSumSquare", x, e.constant([-1]), keepdims=1)

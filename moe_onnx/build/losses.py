@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from moe_onnx.autodiff.emitter import Emitter, shaped
+from moe_onnx.build.layers import exact_sum
 from moe_onnx.build.moe import Routing
 
 
@@ -47,13 +48,13 @@ def cross_entropy(
     picked = e.op("GatherElements", log_probs, label, axis=1)
     kept = e.op("Where", counted, e.op("Neg", picked), e.constant(np.float32(0)))
     count = e.op("ReduceSum", e.op("Cast", counted, to=ir.DataType.INT64), keepdims=0, name="num_tokens")
-    return e.op("Div", _exact_sum(e, kept), _at_least_one(e, count), name="lm_loss"), count
+    return e.op("Div", exact_sum(e, kept), _at_least_one(e, count), name="lm_loss"), count
 
 
 def mean_squared_error(e: Emitter, output: ir.Value, target: ir.Value) -> ir.Value:
     """``mean((output - target)^2)`` over all elements."""
     rows = e.op("ReduceSumSquare", e.op("Sub", output, target), e.constant([1]), keepdims=0)
-    return e.op("Div", _exact_sum(e, rows), _at_least_one(e, e.op("Size", output)))
+    return e.op("Div", exact_sum(e, rows), _at_least_one(e, e.op("Size", output)))
 
 
 def tokens_per_expert(e: Emitter, routing: Routing, mask: ir.Value | None) -> ir.Value:
@@ -84,7 +85,7 @@ def load_balancing_loss(
     sums = []
     for routing in routings:
         probs = routing.probs if mask is None else e.op("Where", mask, routing.probs, zero)
-        sums.append(_exact_sum(e, probs, e.constant([0])))
+        sums.append(exact_sum(e, probs, e.constant([0])))
     counts = [e.op("Cast", load, to=ir.DataType.FLOAT) for load in loads]
     n = _at_least_one(e, num_tokens)
     layers = len(routings)
@@ -106,7 +107,7 @@ def router_z_loss(
     for routing in routings:
         peak = e.op("ReduceLogSumExp", routing.logits, e.constant([1]), keepdims=1)
         peak = peak if mask is None else e.op("Where", mask, peak, zero)
-        parts.append(_exact_sum(e, e.op("Mul", peak, peak)))
+        parts.append(exact_sum(e, e.op("Mul", peak, peak)))
     mean = e.op("Div", _sum(e, parts), _at_least_one(e, num_tokens))
     return e.op("Mul", mean, e.constant(np.float32(1 / len(routings))))
 
@@ -115,12 +116,6 @@ def weighted_sum(e: Emitter, losses: Sequence[tuple[float, ir.Value]]) -> ir.Val
     """The total loss."""
     parts = [loss if weight == 1 else e.op("Mul", loss, e.like(weight, loss)) for weight, loss in losses]
     return _sum(e, parts)
-
-
-def _exact_sum(e: Emitter, x: ir.Value, *axes: ir.Value) -> ir.Value:
-    """A sum over many tokens: onnxruntime's own, in a few float32 lanes, loses digits as they grow."""
-    total = e.op("ReduceSum", e.op("Cast", x, to=ir.DataType.DOUBLE), *axes, keepdims=0)
-    return e.op("Cast", total, to=ir.DataType.FLOAT)
 
 
 def _sum(e: Emitter, values: Sequence[ir.Value]) -> ir.Value:

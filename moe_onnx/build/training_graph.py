@@ -181,12 +181,7 @@ class _Draft:
         return to_model(self.ir_model)
 
     def _grad(self) -> None:
-        done = self._losses()
-        gradients = self._gradients(done)
-        with self.e.scope("grad_norm"):
-            norm = global_norm(self.e, gradients, [p.shape for p in self.params])
-        self._metrics(done)
-        self._output(norm, "grad_norm", "float32", (), "metric")
+        gradients, _ = self._backward()
         for param, gradient in zip(self.params, gradients, strict=True):
             self._output(gradient, _gradient(param), "float32", param.shape, "gradient")
 
@@ -200,13 +195,8 @@ class _Draft:
         self._updates([self.values[_gradient(param)] for param in self.params], norm)
 
     def _step(self) -> None:
-        done = self._losses()
+        gradients, norm = self._backward()
         self._state_inputs()
-        gradients = self._gradients(done)
-        with self.e.scope("grad_norm"):
-            norm = global_norm(self.e, gradients, [p.shape for p in self.params])
-        self._metrics(done)
-        self._output(norm, "grad_norm", "float32", (), "metric")
         self._updates(gradients, norm)
 
     def _eval(self) -> None:
@@ -216,6 +206,16 @@ class _Draft:
         done = self._model_part(losses=False)
         role = "logits" if done.output_name == "logits" else "output"
         self._output(done.output, done.output_name, "float32", done.output_shape, role)
+
+    def _backward(self) -> tuple[list[ir.Value], ir.Value]:
+        """Give the metrics; return the gradients, and their norm, which is one of the metrics."""
+        done = self._losses()
+        gradients = self._gradients(done)
+        with self.e.scope("grad_norm"):
+            norm = global_norm(self.e, gradients, [param.shape for param in self.params])
+        self._metrics(done)
+        self._output(norm, "grad_norm", "float32", (), "metric")
+        return gradients, norm
 
     def _losses(self) -> Forward:
         return self._model_part(losses=True)

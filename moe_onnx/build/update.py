@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from moe_onnx.autodiff.emitter import Emitter
+from moe_onnx.build.layers import exact_sum
 from moe_onnx.build.optimizers import SGD, AdamW, Optimizer
 
 # onnxruntime adds up a whole tensor in a few float32 lanes: of 2^24 squares a thousandth is lost. Above so
@@ -34,9 +35,7 @@ def global_norm(e: Emitter, gradients: list[ir.Value], shapes: list[tuple[int, .
 def _sum_of_squares(e: Emitter, gradient: ir.Value, shape: tuple[int, ...]) -> ir.Value:
     if math.prod(shape) <= LONG_SUM or len(shape) < 2:
         return e.op("ReduceSumSquare", gradient, keepdims=0)
-    rows = e.op("ReduceSumSquare", gradient, e.constant([-1]), keepdims=0)
-    total = e.op("ReduceSum", e.op("Cast", rows, to=ir.DataType.DOUBLE), keepdims=0)
-    return e.op("Cast", total, to=ir.DataType.FLOAT)
+    return exact_sum(e, e.op("ReduceSumSquare", gradient, e.constant([-1]), keepdims=0))
 
 
 def clip_factor(e: Emitter, norm: ir.Value, optimizer: Optimizer) -> ir.Value | None:

@@ -170,3 +170,20 @@ ROW_CELLS = (
     cell_of_row_or_none = Concat <axis = 0> (cell_of_row_free, without_pair)
 """
 )
+
+# What the rules on sizes compare, for both directions of the combine.
+SIZES = """
+    some_tokens = Max (num_tokens, one)
+    k_free = Div (n, some_tokens)
+    token_rows = Mul (k_free, num_tokens)
+    some_experts = Max (num_experts, one)
+    capacity = Div (n, some_experts)
+    expert_rows = Mul (capacity, num_experts)
+    max_top_k = Constant <value_ints = [512]> ()
+    k_limit = Min (num_experts, max_top_k)
+    k_or_limit = Max (k_free, k_limit)
+    capacity_or_tokens = Max (capacity, num_tokens)
+    selected_bool = Cast <to = 9> (routing_map)
+    selected = Cast <to = 7> (selected_bool)
+    num_selected = ReduceSum <keepdims = 0> (selected)
+"""

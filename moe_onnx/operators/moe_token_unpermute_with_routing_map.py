@@ -33,6 +33,7 @@ from moe_onnx.operators._routing_map import (
     BAD_PROBS_DTYPE,
     DROP_AND_PAD,
     RESTORE_SHAPE,
+    SIZES,
     SLOT_EXPERTS,
     check_limits,
     check_probs_dtype,
@@ -263,19 +264,9 @@ BODY = body(
     probs_if_unpadded = Mul (has_probs, not_padded_size)
     map_dtype = Cast <to = 7> (bad_map_dtype)
     probs_dtype = Cast <to = 7> (bad_probs_dtype)
-    some_tokens = Max (num_tokens, one)
-    k_free = Div (n, some_tokens)
-    token_rows = Mul (k_free, num_tokens)
-    some_experts = Max (num_experts, one)
-    capacity = Div (n, some_experts)
-    expert_rows = Mul (capacity, num_experts)
-    max_top_k = Constant <value_ints = [512]> ()
-    k_limit = Min (num_experts, max_top_k)
-    k_or_limit = Max (k_free, k_limit)
-    capacity_or_tokens = Max (capacity, num_tokens)
-    selected_bool = Cast <to = 9> (routing_map)
-    selected = Cast <to = 7> (selected_bool)
-    num_selected = ReduceSum <keepdims = 0> (selected)
+    """,
+    SIZES,
+    """
     rows_beside_n = BitwiseXor (num_rows, n)
     rows_beside_selected = BitwiseXor (num_rows, num_selected)
     no_map = Sub (one, has_map)

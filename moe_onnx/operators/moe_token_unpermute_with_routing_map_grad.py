@@ -37,6 +37,7 @@ from moe_onnx.operators._routing_map import (
     DROP_AND_PAD,
     RESTORE_SHAPE,
     ROW_CELLS,
+    SIZES,
     SLOT_EXPERTS,
     check_limits,
     check_probs_dtype,
@@ -480,19 +481,9 @@ BODY = body(
     map_dtype = Cast <to = 7> (bad_map_dtype)
     permuted_dtype = Cast <to = 7> (bad_permuted_dtype)
     probs_dtype = Cast <to = 7> (bad_probs_dtype)
-    some_tokens = Max (num_tokens, one)
-    k_free = Div (n, some_tokens)
-    token_rows = Mul (k_free, num_tokens)
-    some_experts = Max (num_experts, one)
-    capacity = Div (n, some_experts)
-    expert_rows = Mul (capacity, num_experts)
-    max_top_k = Constant <value_ints = [512]> ()
-    k_limit = Min (num_experts, max_top_k)
-    k_or_limit = Max (k_free, k_limit)
-    capacity_or_tokens = Max (capacity, num_tokens)
-    selected_bool = Cast <to = 9> (routing_map)
-    selected = Cast <to = 7> (selected_bool)
-    num_selected = ReduceSum <keepdims = 0> (selected)
+    """,
+    SIZES,
+    """
     rows_beside_n = BitwiseXor (num_permuted, n)
     rows_beside_selected = BitwiseXor (num_permuted, num_selected)
     rows_beside_head = Max (rows_beside_selected, drop_and_pad)
