@@ -163,6 +163,7 @@ def runner(model: onnx.ModelProto, *, plain: bool = False) -> Callable[[dict[str
     """onnxruntime where it has the kernels, else onnx's reference evaluator."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
+    options.intra_op_num_threads = 1  # a pool of threads costs more than these nodes
     if plain:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if any(node.domain == DOMAIN for node in model.graph.node):

@@ -7,6 +7,8 @@ outputs, absent ones as None. A test over routes is a test of all of them.
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,31 @@ ELEMS = {**ELEM_TYPES, "int64": TensorProto.INT64}
 KERNELS = {kernel.name: kernel.run for kernel in PYTHON_KERNELS}
 ROUTES = ("reference", "kernel", "evaluator", "body_plain", "body", "python")
 BODY_ROUTES = ("body_plain", "body")
+
+
+def all_of(name: str, values: Iterable[Any]) -> Callable[[Any], Any]:
+    """One test of all values of an argument: a test of its own for each would take longer than the value.
+
+    A failure says which value it was.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def run_all(**arguments: Any) -> None:
+            for value in values:
+                try:
+                    test(**arguments, **{name: value})
+                except BaseException as error:
+                    error.add_note(f"with {name} = {value!r}")
+                    raise
+
+        signature = inspect.signature(test)
+        rest = [parameter for parameter in signature.parameters.values() if parameter.name != name]
+        run_all.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+        run_all.__name__, run_all.__doc__ = test.__name__, test.__doc__
+        run_all.pytestmark = getattr(test, "pytestmark", [])  # type: ignore[attr-defined]
+        return run_all
+
+    return decorate
 
 
 def has_route(op: str, route: str) -> bool:
@@ -57,6 +84,7 @@ def _cached_session(model: bytes, route: str) -> Any:
 def session_of(model: onnx.ModelProto, route: str) -> Any:
     options = ort.SessionOptions()
     options.log_severity_level = 4
+    options.intra_op_num_threads = 1  # a pool of threads costs more than these sizes
     if route == "body_plain":
         # Nothing registered and nothing optimised: what any runtime has to do with the body.
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

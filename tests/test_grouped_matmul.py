@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
-from routes import BODY_ROUTES, ROUTES, has_route, make_model, run, session_of
+from routes import BODY_ROUTES, ROUTES, all_of, has_route, make_model, run, session_of
 from test_operators import EPS, assert_same, assert_within, integers, rng_of
 
 import moe_onnx
@@ -48,7 +48,6 @@ ALL_ROUTES = [route for route in ROUTES if has_route(GMM, route)]
 FEW = [route for route in ALL_ROUTES if route != "body_plain"]
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
-sizes = pytest.mark.parametrize("size", SIZES)
 transposes = pytest.mark.parametrize("transposed", [0, 1])
 few_routes = pytest.mark.parametrize("route", FEW)
 all_routes = pytest.mark.parametrize("route", ALL_ROUTES)
@@ -84,9 +83,9 @@ def bound_of(op: str, inputs: list[Any], transposed: int) -> Any:
 
 @transposes
 @dtypes
-@sizes
 @few_routes
 @each_op
+@all_of("size", SIZES)
 def test_integers_are_exact(op: str, route: str, size: str, dtype: str, transposed: int) -> None:
     inputs = inputs_of(op, *SIZES[size], DTYPES[dtype], transposed, rng_of(size), integers)
     (got,) = run(op, route, inputs, {"transpose_weight": transposed})
@@ -95,9 +94,9 @@ def test_integers_are_exact(op: str, route: str, size: str, dtype: str, transpos
 
 @transposes
 @dtypes
-@pytest.mark.parametrize("size", ["one takes all", "odd", "long", "many experts, most empty"])
 @few_routes
 @each_op
+@all_of("size", ["one takes all", "odd", "long", "many experts, most empty"])
 def test_any_data_is_within_the_bound(op: str, route: str, size: str, dtype: str, transposed: int) -> None:
     inputs = inputs_of(op, *SIZES[size], DTYPES[dtype], transposed, rng_of(size), normals)
     (got,) = run(op, route, inputs, {"transpose_weight": transposed})

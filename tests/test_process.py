@@ -208,6 +208,7 @@ def attempt(call: Callable[..., Any], *args: Any, wait: float = 0) -> dict[str, 
             outputs = call(*args) or []
         except BaseException as caught:
             error = caught
+            wait = min(wait, 0.2) if isinstance(error, KeyboardInterrupt) else wait
         for _ in range(int(wait * 20)):
             time.sleep(0.05)
     except KeyboardInterrupt:
@@ -315,8 +316,8 @@ def test_whatever_is_raised_inside(op: str, kind: str) -> None:
         else:
             assert facts["nan"]
             assert f"{op} failed, its outputs are NaN: {facts['raised']}: thrown in" in facts["log"]
-            interrupt = "KeyboardInterrupt"
-            assert facts["later"] == (interrupt if facts["raised"] == interrupt else "")
+            caught = {facts["error"], facts["later"]} - {""}  # as the run returns, or soon after
+            assert caught == {"KeyboardInterrupt"} & {facts["raised"]}
 
 
 def sleep_after_an_interrupt() -> None:
@@ -346,8 +347,8 @@ def log_angrily() -> None:
 def test_a_log_handler_that_raises_loses_nothing() -> None:
     """Neither the process nor an interrupt."""
     said = child(log_angrily)[:-1]
-    assert [(run["error"], run["nan"]) for run in said] == [("", True)] * 4
-    assert [run["later"] for run in said] == ["", "", *["KeyboardInterrupt"] * 2]
+    assert all(run["nan"] for run in said)
+    assert [run["error"] + run["later"] for run in said] == ["", "", *["KeyboardInterrupt"] * 2]
 
 
 def slow_before(op: str) -> list[Any]:
@@ -417,7 +418,7 @@ def interrupt_often(kind: str) -> None:
     threading.Thread(target=shoot, daemon=True).start()
     for _ in range(15):
         try:
-            deadline = time.monotonic() + 3
+            deadline = time.monotonic() + 20
             go.set()
             while time.monotonic() < deadline:
                 session.run(None, feed)
@@ -452,8 +453,11 @@ def interrupt_the_caller() -> None:
             facts = run(INIT, session)
         finally:
             sys.settrace(None)
-        after = attempt(time.sleep, 5 if seen else 0)  # a sleeping main thread is woken
-        say(seen=seen, right=is_right(facts), after=after["error"])
+        caught = facts["error"]  # as the run returns, or after: a sleeping main thread is woken
+        if not caught:
+            assert is_right(facts)
+            caught = attempt(time.sleep, 5 if seen else 0)["error"]
+        say(seen=seen, caught=caught)
 
 
 def test_ctrl_c_inside_onnxruntime_extensions() -> None:
@@ -461,7 +465,7 @@ def test_ctrl_c_inside_onnxruntime_extensions() -> None:
     said = [facts for facts in child(interrupt_the_caller)[:-1] if facts["seen"]]
     assert len(said) >= 4
     assert said[0]["seen"] == ["call"]
-    assert {(facts["right"], facts["after"]) for facts in said} == {(True, "KeyboardInterrupt")}
+    assert {facts["caught"] for facts in said} == {"KeyboardInterrupt"}
 
 
 def import_with_a_handler() -> None:

@@ -8,6 +8,7 @@ the handler of SIGINT has to know: it looks whether that code is running, and tr
 from __future__ import annotations
 
 import _thread
+import os
 import signal
 import sys
 import threading
@@ -15,8 +16,11 @@ import time
 from contextlib import suppress
 from types import CodeType, FrameType
 
-RETRY_SECONDS = 0.05
-_due = 0.0  # when the signal that is on its way is sent; a time, as a flag would be wrong after a fork
+# In a tight loop of runs most tries come up inside again: a signal that arrives while onnxruntime works
+# is seen at the first instruction of the next op. Many short waits find the moments between two runs.
+WAIT_SECONDS = 0.0005
+_code: CodeType | None = None  # while it runs, no interrupt may come up
+_waiting = 0  # the process whose thread is about to send the signal; a flag would be wrong after a fork
 
 
 def hold_off_inside(code: CodeType) -> None:
@@ -25,6 +29,8 @@ def hold_off_inside(code: CodeType) -> None:
     Only Python's own handler is replaced, and only in the main thread: a program that has a handler
     of its own, now or later, keeps it.
     """
+    global _code
+    _code = code
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -32,32 +38,43 @@ def hold_off_inside(code: CodeType) -> None:
 
     def handler(number: int, frame: FrameType | None) -> None:
         # The frame given is of when the signal came; what matters is what runs now.
-        running: FrameType | None = sys._getframe()
-        while running is not None:
-            if running.f_code is code:
-                interrupt_later()
-                return
-            running = running.f_back
-        signal.default_int_handler(number, frame)
+        if is_held_off(sys._getframe()):
+            interrupt_later()
+        else:
+            signal.default_int_handler(number, frame)
 
     with suppress(ValueError):  # not the main interpreter
         signal.signal(signal.SIGINT, handler)
 
 
+def is_held_off(frame: FrameType | None) -> bool:
+    """Whether ``frame`` belongs to the code that must not be interrupted, or is called by it."""
+    while frame is not None and frame.f_code is not _code:
+        frame = frame.f_back
+    return frame is not None
+
+
 def interrupt_later() -> None:
-    """Send SIGINT to the main thread a moment from now."""
-    global _due
-    if time.monotonic() < _due:
+    """Send SIGINT to the main thread as soon as it can be interrupted."""
+    global _waiting
+    if _waiting == os.getpid():
         return
-    _due = time.monotonic() + RETRY_SECONDS
+    _waiting = os.getpid()
     # No threading.Timer: the signal may have come while the main thread holds threading's locks.
-    with suppress(RuntimeError):  # no more threads to be had: better to lose the signal than the process
+    try:
         _thread.start_new_thread(_interrupt, ())
+    except RuntimeError:  # no more threads to be had: better to lose the signal than the process
+        _waiting = 0
 
 
 def _interrupt() -> None:
-    time.sleep(RETRY_SECONDS)
+    global _waiting
+    main = threading.main_thread().ident or 0
+    time.sleep(WAIT_SECONDS)
+    while is_held_off(sys._current_frames().get(main)):
+        time.sleep(WAIT_SECONDS)
+    _waiting = 0  # first, as the signal may come up inside again
     if hasattr(signal, "pthread_kill"):  # also wakes a main thread that sleeps
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        signal.pthread_kill(main, signal.SIGINT)
     else:
         _thread.interrupt_main()
