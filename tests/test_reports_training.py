@@ -28,7 +28,8 @@ from report_tools import in_new_process
 from tiny_graph import TinyGraph
 
 import moe_onnx
-from moe_onnx.build.config import AUX_LOSSES, EXPERT_ACTIVATIONS, QK_NORMS, ROUTER_SCORES
+from moe_onnx.build.config import QK_NORMS
+from moe_onnx.build.moe_options import AUX_LOSSES, EXPERT_ACTIVATIONS, ROUTER_SCORES
 from moe_onnx.build.recipe import recipe_from_dict
 from moe_onnx.errors import CheckpointError, ConfigError, ModelError, NonFiniteError, OptionError
 from moe_onnx.spec import DOMAIN

@@ -1,116 +1,50 @@
 """What can be built: ``MoeLayerConfig`` (one layer) and ``MoeLMConfig`` (a decoder language model).
 
-Fields have the names of Hugging Face configs where those have the thing; every other name is the
-field's standard term. Values are checked when a config is made.
+What both share, the MoE layer itself, is said in ``moe_options``. Fields have the names of Hugging Face
+configs where those have the thing; every other name is the field's standard term. Values are checked
+when a config is made.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
 
-from moe_onnx.build.options import Options
+from moe_onnx.build.moe_options import MoeOptions
 
-EXPERT_ACTIVATIONS = ("swiglu", "gelu", "relu")
-ROUTER_SCORES = ("softmax_then_top_k", "top_k_then_softmax")
-AUX_LOSSES = ("pooled", "per_layer")
 QK_NORMS = ("none", "head", "full")
 
 
 @dataclass(frozen=True)
-class _Routing(Options):
-    """The fields that a layer and a language model share."""
-
-    hidden_size: int = 64
-    num_experts: int = 8
-    num_experts_per_tok: int = 2
-    moe_intermediate_size: int = 128
-    expert_activation: str = "swiglu"
-    router_scores: str = "softmax_then_top_k"
-    norm_topk_prob: bool = True
-    router_aux_loss_coef: float = 0.01
-    router_aux_loss: str = "pooled"
-    router_z_loss_coef: float = 0.0
-    unroll_experts: int = 16
-    initializer_range: float = 0.02
-
-    def __post_init__(self) -> None:
-        """Check every field on its own, then what goes together."""
-        self.check_int("hidden_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
-        self.check_int("unroll_experts", low=0)
-        if self.num_experts_per_tok > self.num_experts:
-            raise self.refuse("num_experts_per_tok", f"at most num_experts ({self.num_experts})")
-        if self.num_experts_per_tok > 512:
-            raise self.refuse("num_experts_per_tok", "at most 512 (MoeTokenUnpermuteWithRoutingMapGrad)")
-        self.check_choice("expert_activation", EXPERT_ACTIVATIONS)
-        self.check_choice("router_scores", ROUTER_SCORES)
-        self.check_choice("router_aux_loss", AUX_LOSSES)
-        self.check_bool("norm_topk_prob")
-        self.check_float("router_aux_loss_coef", "router_z_loss_coef", "initializer_range")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The config as plain data, with its kind under ``"kind"``; what the manifest holds."""
-        return {"kind": type(self).__name__, **asdict(self)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The config that ``to_dict`` gave.
-
-        Raises:
-            ConfigError: If a field is unknown or its value illegal.
-        """
-        values: dict[str, Any] = {
-            n: tuple(v) if isinstance(v, list) else v for n, v in data.items() if n != "kind"
-        }
-        return cls(**values)
-
-
-@dataclass(frozen=True)
-class MoeLayerConfig(_Routing):
+class MoeLayerConfig(MoeOptions):
     """One MoE layer, trained on the mean squared error of its output.
 
     Graph inputs ``hidden_states`` and ``target``, float ``[tokens, hidden_size]``; graphs with gradients
-    also give ``hidden_states.grad``. Parameters
-    ``gate.weight`` ``[E, H]``, ``experts.gate_up_proj`` ``[E, 2F, H]`` (``experts.up_proj``
-    ``[E, F, H]`` for gelu and relu) and ``experts.down_proj`` ``[E, H, F]``.
+    also give ``hidden_states.grad``. Parameters have the names of :class:`MoeOptions`.
 
-    Args:
-        hidden_size: H.
-        num_experts: E.
-        num_experts_per_tok: K, experts per token (top_k); at most E.
-        moe_intermediate_size: F, hidden size of an expert.
-        expert_activation: ``"swiglu"`` (gated, SiLU), ``"gelu"`` (exact, by erf) or ``"relu"``.
-        router_scores: ``"softmax_then_top_k"``: a softmax over all experts, then the K largest;
-            ``"top_k_then_softmax"``: a softmax over the K chosen ones. Always in float32.
-        norm_topk_prob: Whether the K weights are divided by their sum (without effect on
-            ``"top_k_then_softmax"``, whose weights sum to 1).
-        router_aux_loss_coef: Weight of the load-balancing (Switch) loss; 0 leaves it out.
-        router_aux_loss: ``"pooled"``, over the tokens of all layers together, as transformers has
-            it, or ``"per_layer"``, the mean of each layer's own loss. For one layer they are equal.
-        router_z_loss_coef: Weight of the router z-loss; 0 leaves it out.
-        unroll_experts: Up to how many experts get nodes of their own; above, one MoeGroupedMatmul
-            per product, so that the number of nodes does not grow with the experts.
-        initializer_range: Standard deviation of the initial weights.
+    Args: those of :class:`MoeOptions`.
 
     Raises:
         ConfigError: If a value is illegal, naming field, value and rule.
     """
 
+    def __post_init__(self) -> None:
+        """Check what a layer alone cannot have, too."""
+        super().__post_init__()
+        if self.router_aux_loss == "sequence" and self.router_aux_loss_coef:
+            raise self.refuse("router_aux_loss", "another than 'sequence', as tokens of a layer have none")
+
 
 @dataclass(frozen=True)
-class MoeLMConfig(_Routing):
+class MoeLMConfig(MoeOptions):
     """A decoder-only MoE language model; its fields can say Mixtral, Qwen3-MoE and OLMoE exactly.
 
     Graph inputs ``input_ids``, ``labels`` and ``attention_mask``, int64 ``[batch, sequence]``.
     Parameters carry the names they have in transformers (5.x).
 
-    Args:
+    Args: those of :class:`MoeOptions`, and
+
         vocab_size: V; token ids are in ``[0, V)``.
-        hidden_size, num_experts, num_experts_per_tok, moe_intermediate_size, expert_activation,
-            router_scores, norm_topk_prob, router_aux_loss_coef, router_aux_loss,
-            router_z_loss_coef, unroll_experts, initializer_range: as in :class:`MoeLayerConfig`.
         num_hidden_layers: Decoder layers.
         num_attention_heads: Query heads.
         num_key_value_heads: Key and value heads, a divisor of the query heads; None: as many.
