@@ -13,13 +13,17 @@ from moe_onnx.build.losses import (
     cross_entropy,
     load_balancing_loss,
     mean_squared_error,
+    nan_logits,
     router_z_loss,
     tokens_per_expert,
     weighted_sum,
 )
-from moe_onnx.build.moe import Routing, moe_layer
+from moe_onnx.build.moe import moe_layer
+from moe_onnx.build.router import Routing
 
 Dims = tuple[int | str, ...]
+# Batch inputs that a training session fills in where they are not given.
+LOAD_BEFORE, ROUTER_NOISE = "expert_load_before", "router_noise"
 
 
 @dataclass
@@ -33,13 +37,31 @@ class Forward:
     metrics: dict[str, tuple[ir.Value, str, Dims]] = field(default_factory=dict)  # value, dtype, shape
 
 
-def batch_inputs(config: MoeLayerConfig | MoeLMConfig, *, losses: bool) -> dict[str, tuple[str, Dims]]:
+def batch_inputs(
+    config: MoeLayerConfig | MoeLMConfig, *, losses: bool, training: bool
+) -> dict[str, tuple[str, Dims]]:
     """Names, dtypes and shapes of a batch; without losses there are no labels or targets."""
     if isinstance(config, MoeLayerConfig):
         names = ["hidden_states", *(["target"] if losses else [])]
-        return dict.fromkeys(names, ("float32", ("tokens", config.hidden_size)))
-    names = ["input_ids", *(["labels"] if losses else []), "attention_mask"]
-    return dict.fromkeys(names, ("int64", ("batch", "sequence")))
+        inputs: dict[str, tuple[str, Dims]] = dict.fromkeys(
+            names, ("float32", ("tokens", config.hidden_size))
+        )
+    else:
+        names = ["input_ids", *(["labels"] if losses else []), "attention_mask"]
+        inputs = dict.fromkeys(names, ("int64", ("batch", "sequence")))
+    layers = moe_layers(config)
+    if layers and losses and config.router_aux_loss == "global" and config.router_aux_loss_coef:
+        inputs[LOAD_BEFORE] = ("int64", (layers, config.num_experts))
+    if layers and training and config.noisy_top_k:
+        inputs[ROUTER_NOISE] = ("float32", (layers, "tokens", config.num_experts))
+    return inputs
+
+
+def moe_layers(config: MoeLayerConfig | MoeLMConfig) -> int:
+    """How many layers of a model have experts."""
+    if isinstance(config, MoeLayerConfig):
+        return 1
+    return sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers))
 
 
 def forward(
@@ -59,14 +81,22 @@ def forward(
 def _layer(
     e: Emitter, config: MoeLayerConfig, batch: dict[str, ir.Value], params: Parameters, losses: bool
 ) -> Forward:
-    output, routing = moe_layer(e, batch["hidden_states"], params, "", None, config)
+    noise = _noise(e, batch, 0)
+    output, routing = moe_layer(e, batch["hidden_states"], params, "", None, noise, config)
     done = Forward(output, "output", ("tokens", config.hidden_size))
     if losses:
         with e.scope("loss"):
             error = mean_squared_error(e, output, batch["target"])
             count = e.op("Squeeze", e.op("Shape", batch["hidden_states"], end=1))
-            _total(e, done, config, ("mse_loss", error), [routing], None, count)
+            _total(e, done, config, ("mse_loss", error), [routing], None, count, batch)
     return done
+
+
+def _noise(e: Emitter, batch: dict[str, ir.Value], layer: int) -> ir.Value | None:
+    """The noise of one MoE layer, where the graph has any."""
+    if ROUTER_NOISE not in batch:
+        return None
+    return e.op("Gather", batch[ROUTER_NOISE], e.constant(layer), axis=0)
 
 
 def _language_model(
@@ -90,7 +120,8 @@ def _language_model(
             with e.scope("mlp"):
                 normed = _norm(e, x, params, f"{prefix}post_attention_layernorm", config)
                 if config.is_moe_layer(layer):
-                    y, routing = moe_layer(e, normed, params, f"{prefix}mlp.", mask, config)
+                    noise = _noise(e, batch, len(routings))
+                    y, routing = moe_layer(e, normed, params, f"{prefix}mlp.", mask, noise, config)
                     routings.append(routing)
                 else:
                     y = dense_mlp(e, normed, params, f"{prefix}mlp.")
@@ -105,7 +136,11 @@ def _language_model(
     with e.scope("loss"):
         loss, count = cross_entropy(e, logits, batch["labels"], attention_mask, config.ignore_index)
         real = e.op("ReduceSum", e.op("Cast", mask, to=ir.DataType.INT64), keepdims=0)
-        _total(e, done, config, ("lm_loss", loss), routings, mask, real)
+        shape_of_sequences = None
+        if config.router_aux_loss == "sequence":
+            sizes = (where.batch, where.sequence, e.constant([config.num_experts]))
+            shape_of_sequences = e.op("Concat", *sizes, axis=0)
+        _total(e, done, config, ("lm_loss", loss), routings, mask, real, batch, shape_of_sequences)
         done.metrics["num_tokens"] = (count, "int64", ())
     return done
 
@@ -123,6 +158,8 @@ def _total(
     routings: list[Routing],
     mask: ir.Value | None,
     num_tokens: ir.Value,
+    batch: dict[str, ir.Value],
+    sequences: ir.Value | None = None,
 ) -> None:
     """The weighted sum of all losses, and the metrics."""
     terms = [(1.0, main[1])]
@@ -135,8 +172,9 @@ def _total(
             loads,
             mask,
             num_tokens,
-            num_experts=config.num_experts,
-            kind=config.router_aux_loss,
+            config,
+            sequences=sequences,
+            loads_before=batch.get(LOAD_BEFORE),
         )
         metrics["aux_loss"] = aux
         terms.append((config.router_aux_loss_coef, aux))
@@ -150,3 +188,7 @@ def _total(
         rows = [e.op("Unsqueeze", load, e.constant([0])) for load in loads]
         load = rows[0] if len(rows) == 1 else e.op("Concat", *rows, axis=0)
         done.metrics["expert_load"] = (load, "int64", (len(rows), config.num_experts))
+    dropped = [routing.dropped for routing in routings if routing.dropped is not None]
+    if dropped:
+        done.metrics["dropped"] = (e.op("Concat", *dropped, axis=0), "int64", (len(dropped),))
+        done.metrics["nan_router_logits"] = (nan_logits(e, routings, mask), "int64", ())

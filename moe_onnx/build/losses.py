@@ -9,7 +9,8 @@ import onnx_ir as ir
 
 from moe_onnx.autodiff.emitter import Emitter, shaped
 from moe_onnx.build.layers import exact_sum
-from moe_onnx.build.moe import Routing
+from moe_onnx.build.moe_options import MoeOptions
+from moe_onnx.build.router import Routing
 
 
 def cross_entropy(
@@ -69,34 +70,79 @@ def load_balancing_loss(
     loads: Sequence[ir.Value],
     mask: ir.Value | None,
     num_tokens: ir.Value,
+    config: MoeOptions,
     *,
-    num_experts: int,
-    kind: str,
+    sequences: ir.Value | None = None,
+    loads_before: ir.Value | None = None,
 ) -> ir.Value:
-    """The auxiliary loss of the Switch Transformer for K choices a token, unweighted.
+    """The auxiliary loss of the kind ``config.router_aux_loss``, unweighted.
 
-        loss = E sum_e (tokens that chose e / n) (sum over tokens of softmax(logits)[e] / n)
+    With P[t, e] the router's probability (softmax of the logits; for sigmoid scores s_e / sum of s),
+    c_e how many real tokens chose e (dropped ones count, too), n how many real tokens there are:
 
-    With ``"pooled"`` both sums run over the real tokens of all MoE layers, and n is how many these
-    are (transformers' ``load_balancing_loss_func``). With ``"per_layer"`` it is the mean of the loss of
-    each layer on its own. Balanced experts give K. The counts have no gradient.
+        pooled, per_layer:  E sum_e (c_e / n) (sum_t P[t, e] / n)
+        sequence:           mean over sequences of  sum_e (E c_e / (K n)) (sum_t P[t, e] / n)
+        global:             E sum_e (F_e / sum_e F_e) (sum_t P[t, e] / n),   F_e = before_e + c_e
+
+    ``"pooled"`` takes c, P and n over the tokens of all MoE layers together (transformers'
+    ``load_balancing_loss_func``), the others are means over layers of the loss of each. ``"sequence"``
+    is that of DeepSeek-V3 (eq. 17 to 20), over the sequences that have a real token. ``"global"`` is
+    Megatron's: before_e are the choices in earlier parts of the same batch, the graph input
+    ``expert_load_before``. Balanced experts give K (pooled, per_layer) or 1 (sequence, global), and an
+    empty batch 0. Counts have no gradient.
+
+    ``sequences``, for ``"sequence"``, is ``[batch, sequence, E]`` as a tensor of sizes; ``loads_before``,
+    for ``"global"``, int64 ``[layers, E]``.
     """
-    zero = e.constant(np.float32(0))
-    sums = []
-    for routing in routings:
-        probs = routing.probs if mask is None else e.op("Where", mask, routing.probs, zero)
-        sums.append(exact_sum(e, probs, e.constant([0])))
+    zero, kind, experts = e.constant(np.float32(0)), config.router_aux_loss, config.num_experts
+    probs = [r.probs if mask is None else e.op("Where", mask, r.probs, zero) for r in routings]
+    if sequences is not None and kind == "sequence":
+        losses = [
+            _of_sequences(e, r, p, mask, sequences, config) for r, p in zip(routings, probs, strict=True)
+        ]
+        return e.op("Mul", _sum(e, losses), e.constant(np.float32(1 / len(losses))))
+    sums = [exact_sum(e, p, e.constant([0])) for p in probs]
     counts = [e.op("Cast", load, to=ir.DataType.FLOAT) for load in loads]
     n = _at_least_one(e, num_tokens)
-    layers = len(routings)
+    shares = [e.op("Div", count, n) for count in counts] if kind == "per_layer" else []
     if kind == "pooled":
-        n = e.op("Mul", n, e.like(layers, n))
-        counts, sums = [_sum(e, counts)], [_sum(e, sums)]
+        n = e.op("Mul", n, e.like(len(routings), n))
+        shares, sums = [e.op("Div", _sum(e, counts), n)], [_sum(e, sums)]
+    if kind == "global" and loads_before is not None:
+        for i, load in enumerate(loads):
+            before = e.op("Gather", loads_before, e.constant(i), axis=0)
+            every = e.op("Add", before, load)
+            total = _at_least_one(e, e.op("ReduceSum", every, e.constant([0]), keepdims=1))
+            shares.append(e.op("Div", e.op("Cast", every, to=ir.DataType.FLOAT), total))
     losses = []
-    for count, total in zip(counts, sums, strict=True):
-        product = e.op("Mul", e.op("Div", count, n), e.op("Div", total, n))
-        losses.append(e.op("ReduceSum", product, keepdims=0))
-    return e.op("Mul", _sum(e, losses), e.constant(np.float32(num_experts / len(losses))))
+    for share, total in zip(shares, sums, strict=True):
+        losses.append(e.op("ReduceSum", e.op("Mul", share, e.op("Div", total, n)), keepdims=0))
+    return e.op("Mul", _sum(e, losses), e.constant(np.float32(experts / len(losses))))
+
+
+def _of_sequences(
+    e: Emitter,
+    routing: Routing,
+    probs: ir.Value,
+    mask: ir.Value | None,
+    sequences: ir.Value,
+    config: MoeOptions,
+) -> ir.Value:
+    """The mean over sequences of one layer's loss."""
+    chosen = routing.routing_map if mask is None else e.op("And", routing.routing_map, mask)
+    parts = []
+    for value in (e.op("Cast", chosen, to=ir.DataType.FLOAT), probs):
+        parts.append(exact_sum(e, e.op("Reshape", value, sequences, allowzero=1), e.constant([1])))
+    counts, sums = parts  # [batch, E]
+    # Every token chooses K.
+    n_k = e.op("ReduceSum", counts, e.constant([1]), keepdims=1)
+    n = e.op("Max", e.op("Div", n_k, e.constant(np.float32(config.num_experts_per_tok))), e.like(1.0, counts))
+    product = e.op("Mul", e.op("Div", counts, n), e.op("Div", sums, n))
+    each = e.op("ReduceSum", product, e.constant([1]), keepdims=0)
+    real = e.op("Cast", e.op("Greater", n_k, e.like(0.0, n_k)), to=ir.DataType.INT64)
+    mean = e.op("Div", exact_sum(e, each), _at_least_one(e, e.op("ReduceSum", real, keepdims=0)))
+    scale = config.num_experts / config.num_experts_per_tok
+    return e.op("Mul", mean, e.constant(np.float32(scale)))
 
 
 def router_z_loss(
@@ -112,14 +158,29 @@ def router_z_loss(
     return e.op("Mul", mean, e.constant(np.float32(1 / len(routings))))
 
 
+def nan_logits(e: Emitter, routings: Sequence[Routing], mask: ir.Value | None) -> ir.Value:
+    """How many router logits of real tokens are NaN: a dispatch that drops tokens could hide them."""
+    found = []
+    for routing in routings:
+        bad = e.op("IsNaN", routing.logits)
+        bad = bad if mask is None else e.op("And", bad, mask)
+        found.append(e.op("ReduceSum", e.op("Cast", bad, to=ir.DataType.INT64), keepdims=0))
+    return _sum(e, found, integer=True)
+
+
 def weighted_sum(e: Emitter, losses: Sequence[tuple[float, ir.Value]]) -> ir.Value:
     """The total loss."""
     parts = [loss if weight == 1 else e.op("Mul", loss, e.like(weight, loss)) for weight, loss in losses]
     return _sum(e, parts)
 
 
-def _sum(e: Emitter, values: Sequence[ir.Value]) -> ir.Value:
-    return values[0] if len(values) == 1 else e.op("Sum", *values)
+def _sum(e: Emitter, values: Sequence[ir.Value], *, integer: bool = False) -> ir.Value:
+    if not integer:
+        return values[0] if len(values) == 1 else e.op("Sum", *values)
+    total = values[0]  # onnxruntime has Sum for floats only
+    for value in values[1:]:
+        total = e.op("Add", total, value)
+    return total
 
 
 def _at_least_one(e: Emitter, count: ir.Value) -> ir.Value:

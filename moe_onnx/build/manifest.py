@@ -45,7 +45,11 @@ class StateInfo:
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """A trained tensor: how it starts, whether it decays, and what its companions are called."""
+    """A parameter: how it starts, whether it decays, and what its companions are called.
+
+    One that is not ``trained`` (a router's selection bias) has no state, and its ``gradient`` is what its
+    update takes instead: by sign, which experts had more tokens than the mean.
+    """
 
     name: str
     dtype: str
@@ -55,6 +59,7 @@ class ParameterInfo:
     gradient: str
     updated: str
     state: dict[str, StateInfo] = field(default_factory=dict)
+    trained: bool = True
 
     @property
     def size(self) -> int:
@@ -86,6 +91,8 @@ class Manifest:
         config: ``config.to_dict()`` of what was built.
         optimizer: ``optimizer.to_dict()``, or None where no graph updates anything.
         parameters: In the graphs' order.
+        dispatch: Kind and mode of the MoE layers' dispatch, with ``expert_capacity`` (rows of each expert,
+            which a batch must have as many tokens as; 0: any number) and ``active_num``.
         graphs: By assembly: ``"grad"``, ``"apply"``, ``"step"``, ``"eval"``, ``"forward"``.
         versions: Packages the graphs were made with.
         opset: Opset version by domain.
@@ -99,6 +106,7 @@ class Manifest:
     versions: dict[str, str]
     opset: dict[str, int]
     ir_version: int
+    dispatch: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Hold options as JSON gives them back, tuples as lists, so that a reloaded manifest is equal."""
@@ -154,6 +162,7 @@ class Manifest:
             "ir_version": self.ir_version,
             "config": dict(self.config),
             "optimizer": None if self.optimizer is None else dict(self.optimizer),
+            "dispatch": dict(self.dispatch),
             "parameters": [asdict(parameter) for parameter in self.parameters],
             "graphs": {name: asdict(graph) for name, graph in self.graphs.items()},
         }
@@ -191,6 +200,7 @@ class Manifest:
             versions=top.get("versions", dict),
             opset=top.get("opset", dict),
             ir_version=top.get("ir_version", int),
+            dispatch=top.get("dispatch", dict) if "dispatch" in data else {},
         )
 
 
@@ -244,6 +254,7 @@ def _parameter(item: _Reader) -> ParameterInfo:
         weight_decay=item.get("weight_decay", bool),
         gradient=item.get("gradient", str),
         updated=item.get("updated", str),
+        trained=item.get("trained", bool) if "trained" in item.data else True,
         state={
             k: StateInfo(state.inner(k).get("input", str), state.inner(k).get("output", str))
             for k in state.data

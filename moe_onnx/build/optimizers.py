@@ -11,7 +11,7 @@ from moe_onnx.build.options import Options
 from moe_onnx.errors import ConfigError
 
 # Norm weights and biases are not decayed, as in the trainers people come from.
-NO_DECAY = ("*norm.weight", "*.bias")
+NO_DECAY = ("*norm.weight", "*.bias", "*_bias")
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,25 @@ from typing import Any
 import numpy as np
 
 from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
+from moe_onnx.build.experts import first_projection
 from moe_onnx.errors import ConfigError
 
+SELECTION_BIAS = "gate.e_score_correction_bias"
 _FILLS = {"ones": 1.0, "zeros": 0.0}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A trained tensor; ``init`` is ``"normal"`` (of standard deviation ``std``), ``"ones"``, ``"zeros"``."""
+    """A tensor of a model; ``init`` is ``"normal"`` (of standard deviation ``std``), ``"ones"``, ``"zeros"``.
+
+    What is not ``trained`` has no gradient: a router's selection bias, updated by the loads of experts.
+    """
 
     name: str
     shape: tuple[int, ...]
     init: str = "normal"
     std: float = 0.0
+    trained: bool = True
 
     def first_value(self, seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The value training starts from. Each name has a random stream of its own.
@@ -83,7 +89,20 @@ def _linear(name: str, rows: int, columns: int, config: MoeLMConfig) -> Sequence
 
 def _experts(prefix: str, config: MoeLayerConfig | MoeLMConfig) -> Iterator[Parameter]:
     std, hidden, inner = config.initializer_range, config.hidden_size, config.moe_intermediate_size
-    yield Parameter(f"{prefix}gate.weight", (config.num_experts, hidden), std=std)
-    first, rows = ("gate_up_proj", 2 * inner) if config.expert_activation == "swiglu" else ("up_proj", inner)
-    yield Parameter(f"{prefix}experts.{first}", (config.num_experts, rows, hidden), std=std)
-    yield Parameter(f"{prefix}experts.down_proj", (config.num_experts, hidden, inner), std=std)
+    count = config.num_experts
+    yield Parameter(f"{prefix}gate.weight", (count, hidden), std=std)
+    if config.noisy_top_k:
+        yield Parameter(f"{prefix}gate.noise.weight", (count, hidden), "zeros")
+    if config.router_selection_bias:
+        yield Parameter(f"{prefix}{SELECTION_BIAS}", (count,), "zeros", trained=False)
+    first, rows = first_projection(config)
+    for name, shape in ((first, (count, rows, hidden)), ("down_proj", (count, hidden, inner))):
+        yield Parameter(f"{prefix}experts.{name}", shape, std=std)
+        if config.expert_bias:
+            yield Parameter(f"{prefix}experts.{name}_bias", shape[:2], "zeros")
+    if (size := config.shared_expert_intermediate_size) is not None:
+        shared = f"{prefix}shared_expert{'' if config.shared_expert_gate else 's'}."
+        for name, matrix in (("gate", (size, hidden)), ("up", (size, hidden)), ("down", (hidden, size))):
+            yield Parameter(f"{shared}{name}_proj.weight", matrix, std=std)
+        if config.shared_expert_gate:
+            yield Parameter(f"{prefix}shared_expert_gate.weight", (1, hidden), std=std)

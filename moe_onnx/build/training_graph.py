@@ -23,7 +23,7 @@ from moe_onnx.build.forward import Forward, batch_inputs, forward
 from moe_onnx.build.manifest import GraphInfo, Manifest, ParameterInfo, StateInfo
 from moe_onnx.build.optimizers import AdamW, Optimizer, state_names
 from moe_onnx.build.parameters import Parameter, parameters_of
-from moe_onnx.build.update import Scalars, clip_factor, global_norm, update
+from moe_onnx.build.update import Scalars, balance, clip_factor, global_norm, load_signs, update
 from moe_onnx.errors import ConfigError, ModelError
 from moe_onnx.spec import DOMAIN, PACKAGE_VERSION, VERSION
 
@@ -119,6 +119,7 @@ def build_training_graph(
         assembly: Which graphs, joined by ``+``:
 
             - ``step``: batch, parameters, state, lr, step -> metrics, updated parameters and state.
+              A router's selection bias is a parameter without a gradient; its update is in here.
             - ``grad``: batch, parameters -> metrics, gradients and their global norm.
             - ``apply``: parameters, gradients, state, lr, step, grad_norm -> updated parameters and
               state; elementwise, so that outputs may be bound to the memory of their inputs.
@@ -181,9 +182,9 @@ class _Draft:
         return to_model(self.ir_model)
 
     def _grad(self) -> None:
-        gradients, _ = self._backward()
-        for param, gradient in zip(self.params, gradients, strict=True):
-            self._output(gradient, _gradient(param), "float32", param.shape, "gradient")
+        changes, _ = self._backward()
+        for param, change in zip(self.params, changes, strict=True):
+            self._output(change, _gradient(param), "float32", param.shape, "gradient")
 
     def _apply(self) -> None:
         for param in self.params:
@@ -195,12 +196,12 @@ class _Draft:
         self._updates([self.values[_gradient(param)] for param in self.params], norm)
 
     def _step(self) -> None:
-        gradients, norm = self._backward()
+        changes, norm = self._backward()
         self._state_inputs()
-        self._updates(gradients, norm)
+        self._updates(changes, norm)
 
     def _eval(self) -> None:
-        self._metrics(self._losses())
+        self._metrics(self._model_part(losses=True))
 
     def _forward(self) -> None:
         done = self._model_part(losses=False)
@@ -208,32 +209,32 @@ class _Draft:
         self._output(done.output, done.output_name, "float32", done.output_shape, role)
 
     def _backward(self) -> tuple[list[ir.Value], ir.Value]:
-        """Give the metrics; return the gradients, and their norm, which is one of the metrics."""
-        done = self._losses()
-        gradients = self._gradients(done)
+        """Give the metrics; return what changes each parameter, and the norm of the gradients among it."""
+        done = self._model_part(losses=True, training=True)
+        trained = [param for param in self.params if param.trained]
+        gradients = self._gradients(done, trained)
         with self.e.scope("grad_norm"):
-            norm = global_norm(self.e, gradients, [param.shape for param in self.params])
+            norm = global_norm(self.e, gradients, [param.shape for param in trained])
+        changes = {param.name: gradient for param, gradient in zip(trained, gradients, strict=True)}
+        with self.e.scope("load_sign"):
+            biases = [param.name for param in self.params if not param.trained]
+            changes |= dict(zip(biases, load_signs(self.e, done, len(biases)), strict=True))
         self._metrics(done)
         self._output(norm, "grad_norm", "float32", (), "metric")
-        return gradients, norm
+        return [changes[param.name] for param in self.params], norm
 
-    def _losses(self) -> Forward:
-        return self._model_part(losses=True)
-
-    def _model_part(self, *, losses: bool) -> Forward:
-        batch = {
-            name: self._input(name, dtype, shape, "batch")
-            for name, (dtype, shape) in batch_inputs(self.config, losses=losses).items()
-        }
+    def _model_part(self, *, losses: bool, training: bool = False) -> Forward:
+        inputs = batch_inputs(self.config, losses=losses, training=training)
+        batch = {name: self._input(name, *kind, "batch") for name, kind in inputs.items()}
         params = {p.name: self._input(p.name, "float32", p.shape, "parameter") for p in self.params}
         done = forward(self.e, self.config, batch, params, losses=losses)
         infer(self.ir_model)
         return done
 
-    def _gradients(self, done: Forward) -> list[ir.Value]:
+    def _gradients(self, done: Forward, trained: list[Parameter]) -> list[ir.Value]:
         """Gradients of the parameters; a layer also gives that of its input, for the layer before it."""
         assert done.loss is not None
-        wanted = [param.name for param in self.params]
+        wanted = [param.name for param in trained]
         is_layer = isinstance(self.config, MoeLayerConfig)
         names = [*wanted, *(["hidden_states"] if is_layer else [])]
         gradients = add_gradients(self.e, done.loss, [self.values[name] for name in names])
@@ -244,24 +245,25 @@ class _Draft:
 
     def _state_inputs(self) -> None:
         for param in self.params:
-            for state in state_names(self.optimizer):
+            for state in _states(param, self.optimizer):
                 self._input(f"{param.name}.{state}", "float32", param.shape, "state")
         self._input("lr", "float32", (), "hyperparameter")
         self._input("step", "int64", (), "hyperparameter")
 
-    def _updates(self, gradients: list[ir.Value], norm: ir.Value) -> None:
+    def _updates(self, changes: list[ir.Value], norm: ir.Value) -> None:
         with self.e.scope("update"):
             clip = clip_factor(self.e, norm, self.optimizer)
             scalars = Scalars(self.values["lr"], clip, self.values["step"])
         updated: list[tuple[ir.Value, str, tuple[int, ...], str]] = []
-        names = state_names(self.optimizer)
-        for param, gradient in zip(self.params, gradients, strict=True):
+        for param, change in zip(self.params, changes, strict=True):
+            names, old = _states(param, self.optimizer), self.values[param.name]
             states = {name: self.values[f"{param.name}.{name}"] for name in names}
             decays = self.optimizer.decays(param.name)
             with self.e.scope("update"), self.e.scope(param.name):
-                value, states = update(
-                    self.e, self.optimizer, scalars, self.values[param.name], gradient, states, decays
-                )
+                if param.trained:
+                    value, states = update(self.e, self.optimizer, scalars, old, change, states, decays)
+                else:
+                    value = balance(self.e, old, change, self.config.router_bias_update_rate)
             updated.append((value, _updated(param), param.shape, "parameter"))
             updated += [(states[n], f"{param.name}.{n}.updated", param.shape, "state") for n in names]
         for value, name, shape, role in updated:
@@ -296,25 +298,36 @@ def _manifest(
                 dtype="float32",
                 shape=param.shape,
                 init={"kind": param.init, "std": param.std},
-                weight_decay=optimizer.decays(param.name),
+                weight_decay=param.trained and optimizer.decays(param.name),
+                trained=param.trained,
                 gradient=_gradient(param),
                 updated=_updated(param),
                 state={
                     name: StateInfo(f"{param.name}.{name}", f"{param.name}.{name}.updated")
-                    for name in state_names(optimizer)
+                    for name in _states(param, optimizer)
                 },
             )
             for param in params
         ),
         graphs=graphs,
+        dispatch={
+            "kind": config.dispatch,
+            "mode": config.dispatch_mode,
+            "expert_capacity": config.capacity,
+            "active_num": config.active_num,
+        },
         versions={"moe_onnx": PACKAGE_VERSION},
         opset={"": OPSET, DOMAIN: VERSION},
         ir_version=IR_VERSION,
     )
 
 
+def _states(param: Parameter, optimizer: Optimizer) -> tuple[str, ...]:
+    return tuple(state_names(optimizer)) if param.trained else ()
+
+
 def _gradient(param: Parameter) -> str:
-    return f"{param.name}.grad"
+    return f"{param.name}.{'grad' if param.trained else 'load_sign'}"
 
 
 def _updated(param: Parameter) -> str:

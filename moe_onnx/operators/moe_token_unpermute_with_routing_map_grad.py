@@ -364,7 +364,6 @@ _OTHER_FORMS = (
     ROW_CELLS,
     """
     row_form_cell = Gather <axis = 0> (cell_of_row_or_none, index)
-    some_capacity = Max (capacity, one)
     index_expert = Div (index, some_capacity)
     token_start = Mul (token, num_experts)
     padded_cell = Add (token_start, index_expert)
@@ -547,6 +546,8 @@ BODY = body(
     # An index is looked up only after its range was checked: Gather wraps -1 to the last row.
     k = Add (k_free, passed_sizes)
     some_k = Max (k, one)
+    # Not where it is read: a runtime warns of a division by a known 1 that a branch looks at from inside.
+    some_capacity = Max (capacity, one)
     index_free = Cast <to = 7> (out_index)
     low = Sub (drop_and_pad, one)
     without_permuted = Sub (one, has_permuted)

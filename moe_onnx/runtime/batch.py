@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_onnx.build.forward import LOAD_BEFORE, ROUTER_NOISE
 from moe_onnx.build.manifest import TensorInfo
 from moe_onnx.errors import BatchError
 
@@ -15,17 +16,26 @@ Array = np.ndarray[Any, Any]
 
 
 def checked_batch(
-    batch: Mapping[str, Any], inputs: Sequence[TensorInfo], config: Mapping[str, Any]
+    batch: Mapping[str, Any],
+    inputs: Sequence[TensorInfo],
+    config: Mapping[str, Any],
+    *,
+    capacity: int = 0,
+    number: int = 0,
 ) -> dict[str, Array]:
     """The batch as contiguous arrays of the graph's dtypes, absent ones filled in.
 
-    An absent ``attention_mask`` is all ones, absent ``labels`` are the ``input_ids``. Integers and
-    floats are widened where that loses nothing; nothing else is converted.
+    An absent ``attention_mask`` is all ones, absent ``labels`` are the ``input_ids``, absent
+    ``expert_load_before`` is 0, and absent ``router_noise`` is drawn from the seed of the config and the
+    number of the update, so that training that goes on draws the same. Integers and floats are widened
+    where that loses nothing; nothing else is converted.
 
     Args:
         batch: Arrays (or lists) by input name.
         inputs: The graph's inputs of role ``"batch"``.
         config: The manifest's config: ``vocab_size`` and ``ignore_index`` say which ids are legal.
+        capacity: Rows of each expert; a batch must have as many tokens.
+        number: Of the update.
 
     Raises:
         BatchError: Name, dtype, shape or value does not fit; names input, position, value and rule.
@@ -48,14 +58,30 @@ def checked_batch(
             _check_shape(array, info, sizes)
             _check_values(array, info.name, config)
             done[info.name] = array
+            if "batch" in sizes and "sequence" in sizes:
+                count = sizes["batch"][0] * sizes["sequence"][0]
+                sizes.setdefault("tokens", (count, f"input '{info.name}', batch * sequence"))
+    if "tokens" in sizes and (tokens := sizes["tokens"][0]) < capacity:
+        raise BatchError(
+            f"The batch has T = {tokens} tokens (padding included), fewer than the expert capacity "
+            f"C = {capacity}, which every expert has rows for. Take larger batches, or build the graph for "
+            "fewer tokens_per_batch."
+        )
     for info in inputs:
         if info.name not in batch:
-            done[info.name] = _default(info, done)
+            done[info.name] = _default(info, done, sizes, (config.get("router_noise_seed", 0), number))
     return done
 
 
-def _default(info: TensorInfo, done: Mapping[str, Array]) -> Array:
+def _default(
+    info: TensorInfo, done: Mapping[str, Array], sizes: Mapping[str, tuple[int, str]], seed: tuple[int, int]
+) -> Array:
     ids = done.get("input_ids")
+    if info.name == LOAD_BEFORE:
+        return np.zeros(tuple(int(dim) for dim in info.shape), info.dtype)
+    if info.name == ROUTER_NOISE and "tokens" in sizes:
+        shape = [sizes["tokens"][0] if dim == "tokens" else int(dim) for dim in info.shape]
+        return np.random.default_rng(seed).standard_normal(shape, np.float32)
     if ids is not None and info.name == "labels":
         return ids
     if ids is not None and info.name == "attention_mask":
@@ -120,6 +146,8 @@ def _check_values(array: Array, name: str, config: Mapping[str, Any]) -> None:
             bad = ((array < 0) | (array >= vocab)) & (array != ignore)
             if bad.any():
                 raise _bad_value(array, bad, name, f"in [0, {vocab}) or {ignore} (left out)")
+    elif name == LOAD_BEFORE and (array < 0).any():
+        raise _bad_value(array, array < 0, name, ">= 0")
     elif array.dtype.kind == "f" and not np.isfinite(array).all():
         raise _bad_value(array, ~np.isfinite(array), name, "finite")
 

@@ -219,7 +219,9 @@ class TrainingSession:
     def _run(self, assembly: str, batch: Mapping[str, Any]) -> BoundGraph:
         self._usable()
         bound = self._bind(assembly)
-        bound.run(checked_batch(batch, bound.batch_inputs, self._manifest.config))
+        capacity = self._manifest.dispatch.get("expert_capacity", 0)
+        config, number = self._manifest.config, self._global_step + 1
+        bound.run(checked_batch(batch, bound.batch_inputs, config, capacity=capacity, number=number))
         return bound
 
     def _bind(self, assembly: str) -> BoundGraph:
@@ -245,6 +247,14 @@ class TrainingSession:
         return lr
 
     def _is_finite(self, metrics: dict[str, Any], number: int) -> bool:
+        if count := metrics.get("nan_router_logits", 0):
+            if self.non_finite == "skip":
+                return False
+            raise NonFiniteError(
+                f"Update {number}: {count} router logits are NaN. Nothing was updated. Lower the learning "
+                "rate, or pass non_finite='skip' to leave such batches out.",
+                metrics=metrics,
+            )
         for name, said in (("loss", "loss"), ("grad_norm", "gradient norm")):
             if name in metrics and not math.isfinite(metrics[name]):
                 if self.non_finite == "skip":

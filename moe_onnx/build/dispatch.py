@@ -1,0 +1,298 @@
+"""From tokens to the rows of their experts and back, in every mode of the two source documents.
+
+| dispatch, mode | to rows | and back |
+|---|---|---|
+| init_routing, dropless or active | MoeInitRoutingV2 | MoeTokenUnpermuteWithRoutingMap |
+| init_routing, drop_pad | MoeInitRoutingV2 | MoeFinalizeRoutingV2 |
+| routing_map, dropless or drop_pad | MoeTokenPermuteWithRoutingMap | MoeTokenUnpermuteWithRoutingMap |
+
+The backward pass has the Grad operator of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from moe_onnx.autodiff.emitter import Emitter, shaped
+from moe_onnx.build.moe_options import MoeOptions
+from moe_onnx.build.router import Routing, mark
+from moe_onnx.spec import DOMAIN
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """The rows of all experts, ordered by expert, and the way back.
+
+    ``rows`` is ``[rows, H]``; ``sizes`` how many of them each expert has, int32 ``[E]``, or the number
+    that every one has; ``weights`` ``[rows, 1]`` is what experts weigh their rows by, None where the
+    combine does; ``combine`` makes ``[tokens, H]`` of ``[rows, H]``; ``dropped`` counts the real pairs
+    without a row, None where there are none.
+    """
+
+    rows: ir.Value
+    sizes: ir.Value | int
+    weights: ir.Value | None
+    combine: Callable[[ir.Value], ir.Value]
+    dropped: ir.Value | None = None
+
+    def split(self, e: Emitter, rows: ir.Value, experts: int) -> Sequence[ir.Value]:
+        """The rows of each expert."""
+        if experts == 1:
+            return [rows]
+        if isinstance(self.sizes, int):
+            return e.ops("Split", rows, outputs=experts, axis=0, num_outputs=experts)
+        lengths = e.op("Cast", self.sizes, to=ir.DataType.INT64)
+        return e.ops("Split", rows, lengths, outputs=experts, axis=0)
+
+    def group_sizes(self, e: Emitter, experts: int) -> ir.Value:
+        """``sizes`` as a tensor."""
+        if isinstance(self.sizes, int):
+            return e.constant(np.full(experts, self.sizes), np.int32)
+        return self.sizes
+
+
+def dispatch(
+    e: Emitter, x: ir.Value, routing: Routing, mask: ir.Value | None, config: MoeOptions
+) -> Dispatched:
+    """Copy tokens to rows. ``mask`` is as in ``route``: padding tokens take no row of a limited number."""
+    if config.dispatch == "routing_map":
+        return _by_map(e, x, routing, mask, config)
+    if config.dispatch_mode == "drop_pad":
+        return _drop_pad(e, x, routing, mask, config)
+    if config.dispatch_mode == "active":
+        return _active(e, x, routing, mask, config)
+    return _dropless(e, x, routing, config)
+
+
+def _dropless(e: Emitter, x: ir.Value, routing: Routing, config: MoeOptions) -> Dispatched:
+    rows, row_idx, counts, _ = _init_routing(e, x, routing.expert_idx, config, counts=2)
+    weights = None
+    if config.router_weights_on == "experts":
+        weights = _weights_of_rows(e, _weights_of_slots(e, routing), row_idx, e.op("Shape", row_idx))
+    return Dispatched(
+        shaped(rows, "rows", config.hidden_size),
+        counts,
+        weights,
+        lambda done: _unpermute(e, done, shaped(row_idx, "rows"), routing, config),
+    )
+
+
+def _active(
+    e: Emitter, x: ir.Value, routing: Routing, mask: ir.Value | None, config: MoeOptions
+) -> Dispatched:
+    """All rows but the first ``active_num`` are dropped, which are those of the last experts."""
+    expert_idx, experts = _with_rest(e, routing.expert_idx, mask, config)
+    rows, row_idx, ends, _ = _init_routing(
+        e, x, expert_idx, config, experts=experts, active=config.active_num, counts=1
+    )
+    ends = e.op("Slice", ends, e.constant([0]), e.constant([config.num_experts]), e.constant([0]))
+    kept_ends = e.op("Min", ends, e.constant(config.active_num, np.int32))
+    first = e.op("Slice", kept_ends, e.constant([0]), e.constant([-1]), e.constant([0]))
+    starts = e.op("Concat", e.constant([0], np.int32), first, axis=0)
+    total = e.op("Slice", kept_ends, e.constant([-1]), e.constant([np.iinfo(np.int64).max]), e.constant([0]))
+    total_long = e.op("Cast", total, to=ir.DataType.INT64)
+    here = e.op("Less", row_idx, total)
+    kept_idx = shaped(e.op("Where", here, row_idx, e.constant(-1, np.int32)), "slots")
+    weights = None
+    if config.router_weights_on == "experts":
+        weights = _weights_of_rows(e, _weights_of_slots(e, routing), row_idx, e.op("Shape", row_idx))
+        weights = e.op("Slice", weights, e.constant([0]), total_long, e.constant([0]))
+    # Rows behind those of the last expert are padding tokens'.
+    rows = e.op("Slice", rows, e.constant([0]), total_long, e.constant([0]))
+    wanted = e.op("Slice", ends, e.constant([-1]), e.constant([np.iinfo(np.int64).max]), e.constant([0]))
+    dropped = e.op("Cast", e.op("Sub", wanted, total), to=ir.DataType.INT64)
+
+    def combine(done: ir.Value) -> ir.Value:
+        missing = e.op("Sub", e.op("Shape", row_idx), total_long)
+        shape = e.op("Concat", missing, e.constant([config.hidden_size]), axis=0)
+        none = e.op("Expand", e.like(0.0, done), shape)
+        every = shaped(e.op("Concat", done, none, axis=0), "slots", config.hidden_size)
+        return _unpermute(e, every, kept_idx, routing, config)
+
+    rows = shaped(rows, "rows", config.hidden_size)
+    return Dispatched(rows, e.op("Sub", kept_ends, starts), weights, combine, dropped)
+
+
+def _drop_pad(
+    e: Emitter, x: ir.Value, routing: Routing, mask: ir.Value | None, config: MoeOptions
+) -> Dispatched:
+    """Every expert has C rows; MoeFinalizeRoutingV2 leaves out what has none."""
+    top_k, hidden, limit = (
+        config.num_experts_per_tok,
+        config.hidden_size,
+        config.num_experts * config.capacity,
+    )
+    slot_mask = mask
+    if config.token_drop_policy == "probs":
+        slot_mask = e.op("GatherElements", _kept(e, routing, mask, config), routing.expert_idx, axis=1)
+    expert_idx, experts = _with_rest(e, routing.expert_idx, slot_mask, config)
+    rows, row_idx, _, _ = _init_routing(e, x, expert_idx, config, experts=experts, capacity=config.capacity)
+    if experts > config.num_experts:
+        rows = e.op("Slice", rows, e.constant([0]), e.constant([config.num_experts]), e.constant([0]))
+        inside = e.op("Less", row_idx, e.constant(limit, np.int32))
+        row_idx = shaped(e.op("Where", inside, row_idx, e.constant(-1, np.int32)), "slots")
+    rows = e.op("Reshape", rows, e.constant([limit, hidden]))
+    weights, scales = None, _weights_of_slots(e, routing)
+    if config.router_weights_on == "experts":
+        lost = e.op(
+            "Where", e.op("Less", row_idx, e.constant(0, np.int32)), e.constant(limit, np.int32), row_idx
+        )
+        weights = _weights_of_rows(e, scales, lost, e.constant([limit + 1]))
+        weights = e.op("Slice", weights, e.constant([0]), e.constant([limit]), e.constant([0]))
+        scales = shaped(e.op("Expand", e.like(1.0, x), e.op("Shape", routing.expert_idx)), "tokens", top_k)
+    absent = e.constant(np.empty((0, 0), np.float32))
+
+    def combine(done: ir.Value) -> ir.Value:
+        y = e.op(
+            "MoeFinalizeRoutingV2",
+            e.op("Reshape", done, e.constant([config.num_experts, config.capacity, hidden])),
+            row_idx,
+            absent,
+            absent,
+            absent,
+            scales,
+            e.constant(np.empty((0, 0)), np.int32),
+            domain=DOMAIN,
+            name="combine",
+            drop_pad_mode=3,
+        )
+        return shaped(y, "tokens", hidden)
+
+    has_row = e.op("GreaterOrEqual", row_idx, e.constant(0, np.int32))
+    used = e.op("ReduceSum", e.op("Cast", has_row, to=ir.DataType.INT64), keepdims=1)
+    return Dispatched(rows, config.capacity, weights, combine, e.op("Sub", _pairs(e, routing, mask), used))
+
+
+def _by_map(
+    e: Emitter, x: ir.Value, routing: Routing, mask: ir.Value | None, config: MoeOptions
+) -> Dispatched:
+    """By the routing map, with the weights of the rows as a second output."""
+    padded, dropped = config.dispatch_mode == "drop_pad", None
+    chosen, rows_dim = routing.routing_map, "rows"
+    if padded and config.token_drop_policy == "probs":
+        chosen = _kept(e, routing, mask, config)
+    elif padded and mask is not None:
+        chosen = e.op("And", chosen, mask)
+    in_experts = config.router_weights_on == "experts"
+    rows, weights, sorted_indices = e.ops(
+        "MoeTokenPermuteWithRoutingMap",
+        x,
+        chosen,
+        routing.weights if in_experts else e.constant(np.empty((0, 0), np.float32)),
+        outputs=3,
+        domain=DOMAIN,
+        name="dispatch",
+        num_out_tokens=config.num_experts * config.capacity,
+        drop_and_pad=int(padded),
+    )
+    counts = e.op("ReduceSum", e.op("Cast", chosen, to=ir.DataType.INT64), e.constant([0]), keepdims=0)
+    if padded:
+        used = e.op("ReduceSum", e.op("Min", counts, e.constant(config.capacity)), keepdims=1)
+        dropped = e.op("Sub", _pairs(e, routing, mask), used)
+    for value in (rows, sorted_indices):
+        shaped(value, rows_dim, *([config.hidden_size] if value is rows else []))
+    return Dispatched(
+        rows,
+        config.capacity if padded else e.op("Cast", counts, to=ir.DataType.INT32),
+        e.op("Unsqueeze", shaped(weights, rows_dim), e.constant([1])) if in_experts else None,
+        lambda done: _unpermute(e, done, sorted_indices, routing, config, chosen=chosen, padded=padded),
+        dropped,
+    )
+
+
+def _init_routing(
+    e: Emitter,
+    x: ir.Value,
+    expert_idx: ir.Value,
+    config: MoeOptions,
+    *,
+    experts: int | None = None,
+    active: int = 0,
+    capacity: int = 0,
+    counts: int = 0,
+) -> Sequence[ir.Value]:
+    return e.ops(
+        "MoeInitRoutingV2",
+        x,
+        expert_idx,
+        outputs=4,
+        domain=DOMAIN,
+        name="dispatch",
+        active_num=active,
+        expert_capacity=capacity,
+        expert_num=experts or config.num_experts,
+        drop_pad_mode=int(capacity > 0),
+        expert_tokens_count_or_cumsum_flag=counts,
+        expert_tokens_before_capacity_flag=0,
+    )
+
+
+def _unpermute(
+    e: Emitter,
+    rows: ir.Value,
+    index: ir.Value,
+    routing: Routing,
+    config: MoeOptions,
+    *,
+    chosen: ir.Value | None = None,
+    padded: bool = False,
+) -> ir.Value:
+    absent = config.router_weights_on == "experts"
+    combined = e.ops(
+        "MoeTokenUnpermuteWithRoutingMap",
+        rows,
+        index,
+        routing.routing_map if chosen is None else chosen,
+        e.constant(np.empty((0, 0), np.float32)) if absent else routing.weights,
+        outputs=4,
+        domain=DOMAIN,
+        name="combine",
+        drop_and_pad=int(padded),
+    )
+    return shaped(combined[0], "tokens", config.hidden_size)
+
+
+def _with_rest(
+    e: Emitter, expert_idx: ir.Value, mask: ir.Value | None, config: MoeOptions
+) -> tuple[ir.Value, int]:
+    """Slots that are not to have a row go to one expert more, behind all others."""
+    if mask is None:
+        return expert_idx, config.num_experts
+    rest = e.constant(config.num_experts, np.int32)
+    moved = shaped(e.op("Where", mask, expert_idx, rest), "tokens", config.num_experts_per_tok)
+    return moved, config.num_experts + 1
+
+
+def _kept(e: Emitter, routing: Routing, mask: ir.Value | None, config: MoeOptions) -> ir.Value:
+    """The map of the C tokens of largest weight of each expert; of equal ones the first in the batch."""
+    chosen = routing.routing_map if mask is None else e.op("And", routing.routing_map, mask)
+    # What was not chosen must lose to every weight, and weights may be 0.
+    score = e.op("Where", chosen, routing.weights, e.constant(np.float32(-1)))
+    capacity = e.constant([config.capacity])
+    _, first = e.ops("TopK", score, capacity, outputs=2, axis=0, largest=1, sorted=1)
+    return e.op("And", chosen, mark(e, first, score, axis=0, name="within_capacity"))
+
+
+def _weights_of_slots(e: Emitter, routing: Routing) -> ir.Value:
+    """``[tokens, K]``, experts ascending."""
+    top_k = routing.expert_idx.shape[1] if routing.expert_idx.shape is not None else None
+    assert isinstance(top_k, int)
+    return shaped(e.op("GatherElements", routing.weights, routing.expert_idx, axis=1), "tokens", top_k)
+
+
+def _weights_of_rows(e: Emitter, slots: ir.Value, row_idx: ir.Value, rows: ir.Value) -> ir.Value:
+    """``[rows, 1]``."""
+    flat = e.op("Reshape", slots, e.constant([-1]))
+    none = e.op("Expand", e.constant(np.float32(0)), rows)
+    return e.op("Unsqueeze", e.op("ScatterElements", none, row_idx, flat, axis=0), e.constant([1]))
+
+
+def _pairs(e: Emitter, routing: Routing, mask: ir.Value | None) -> ir.Value:
+    """How many pairs of a real token and an expert there are, ``[1]``."""
+    chosen = routing.routing_map if mask is None else e.op("And", routing.routing_map, mask)
+    counts = e.op("ReduceSum", e.op("Cast", chosen, to=ir.DataType.INT64), e.constant([0]), keepdims=0)
+    return e.op("ReduceSum", counts, e.constant([0]), keepdims=1)

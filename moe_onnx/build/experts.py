@@ -1,0 +1,131 @@
+"""The experts: an MLP each, on the rows that the dispatch gave them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from moe_onnx.autodiff.emitter import Emitter, shaped
+from moe_onnx.build.dispatch import Dispatched
+from moe_onnx.build.layers import Parameters, dense_mlp, linear, silu
+from moe_onnx.build.moe_options import MoeOptions
+from moe_onnx.spec import DOMAIN
+
+
+def experts(
+    e: Emitter, dispatched: Dispatched, params: Parameters, prefix: str, config: MoeOptions
+) -> ir.Value:
+    """What the experts make of their rows: ``[rows, H]`` again, in the same order."""
+    if config.num_experts <= config.unroll_experts:
+        return _unrolled(e, dispatched, params, f"{prefix}experts.", config)
+    return _grouped(e, dispatched, params, f"{prefix}experts.", config)
+
+
+def shared_expert(
+    e: Emitter, x: ir.Value, params: Parameters, prefix: str, config: MoeOptions
+) -> ir.Value | None:
+    """The output of the expert that takes every token, or None where there is none."""
+    if config.shared_expert_intermediate_size is None:
+        return None
+    if not config.shared_expert_gate:
+        return dense_mlp(e, x, params, f"{prefix}shared_experts.")
+    y = dense_mlp(e, x, params, f"{prefix}shared_expert.")
+    return e.op("Mul", y, e.op("Sigmoid", linear(e, x, params[f"{prefix}shared_expert_gate.weight"])))
+
+
+def first_projection(config: MoeOptions) -> tuple[str, int]:
+    """Name and rows of an expert's first product."""
+    inner = config.moe_intermediate_size
+    return ("gate_up_proj", 2 * inner) if config.is_gated else ("up_proj", inner)
+
+
+def _activation(e: Emitter, hidden: ir.Value, config: MoeOptions) -> ir.Value:
+    kind = config.expert_activation
+    if not config.is_gated:
+        return e.op("Gelu" if kind == "gelu" else "Relu", hidden)
+    gate, up = e.ops("Split", hidden, outputs=2, axis=1, num_outputs=2)
+    if kind == "swiglu":
+        return e.op("Mul", silu(e, gate), up)
+    if kind == "geglu":
+        return e.op("Mul", e.op("Gelu", gate), up)
+    limit = config.swiglu_limit
+    gate = e.op("Min", gate, e.like(limit, gate))
+    up = e.op("Clip", up, e.like(-limit, up), e.like(limit, up))
+    swish = e.op("Mul", gate, e.op("Sigmoid", e.op("Mul", gate, e.like(config.swiglu_alpha, gate))))
+    return e.op("Mul", e.op("Add", up, e.like(1, up)), swish)
+
+
+def _unrolled(
+    e: Emitter, dispatched: Dispatched, params: Parameters, prefix: str, config: MoeOptions
+) -> ir.Value:
+    """Nodes of its own for each expert: the fastest form where experts are few."""
+    count, hidden_size, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    name, rows = first_projection(config)
+    parts = dispatched.split(e, dispatched.rows, count)
+    weights = None if dispatched.weights is None else dispatched.split(e, dispatched.weights, count)
+    up = _matrices(e, params[f"{prefix}{name}"], count, rows, hidden_size)
+    down = _matrices(e, params[f"{prefix}down_proj"], count, hidden_size, inner)
+    up_bias = _each(e, params.get(f"{prefix}{name}_bias"), count)
+    down_bias = _each(e, params.get(f"{prefix}down_proj_bias"), count)
+    done = []
+    for i in range(count):
+        with e.scope(str(i)):
+            hidden = _activation(e, linear(e, parts[i], up[i], up_bias[i]), config)
+            bias = down_bias[i]
+            if weights is None:
+                done.append(linear(e, hidden, down[i], bias))
+                continue
+            y = linear(e, e.op("Mul", hidden, weights[i]), down[i])
+            done.append(y if bias is None else e.op("Add", y, e.op("Mul", weights[i], bias)))
+    return done[0] if count == 1 else e.op("Concat", *done, axis=0)
+
+
+def _matrices(e: Emitter, stacked: ir.Value, experts: int, rows: int, columns: int) -> list[ir.Value]:
+    """The weights of each expert as a matrix."""
+    parts = (
+        e.ops("Split", stacked, outputs=experts, axis=0, num_outputs=experts) if experts > 1 else [stacked]
+    )
+    return [e.op("Reshape", part, e.constant([rows, columns])) for part in parts]
+
+
+def _each(e: Emitter, stacked: ir.Value | None, experts: int) -> list[ir.Value | None]:
+    """The bias of each expert, as one row."""
+    if stacked is None or experts == 1:
+        return [stacked] * experts
+    return list(e.ops("Split", stacked, outputs=experts, axis=0, num_outputs=experts))
+
+
+def _grouped(
+    e: Emitter, dispatched: Dispatched, params: Parameters, prefix: str, config: MoeOptions
+) -> ir.Value:
+    """One node a product, however many experts there are."""
+    name, width = first_projection(config)
+    sizes, weights = dispatched.group_sizes(e, config.num_experts), dispatched.weights
+    biases = [params.get(f"{prefix}{n}_bias") for n in (name, "down_proj")]
+    expert = _expert_of_row(e, sizes, dispatched.rows) if config.expert_bias else None
+
+    def product(what: str, x: ir.Value, out: int) -> ir.Value:
+        weight = params[f"{prefix}{name if what == 'up' else 'down_proj'}"]
+        y = e.op("MoeGroupedMatmul", x, weight, sizes, domain=DOMAIN, name=what, transpose_weight=1)
+        return shaped(y, "rows", out)
+
+    hidden = product("up", dispatched.rows, width)
+    if biases[0] is not None:
+        hidden = e.op("Add", hidden, e.op("Gather", biases[0], expert, axis=0))
+    hidden = _activation(e, hidden, config)
+    if weights is not None:
+        hidden = e.op("Mul", hidden, weights)
+    y = product("down", hidden, config.hidden_size)
+    if biases[1] is None:
+        return y
+    bias = e.op("Gather", biases[1], expert, axis=0)
+    return e.op("Add", y, bias if weights is None else e.op("Mul", weights, bias))
+
+
+def _expert_of_row(e: Emitter, sizes: ir.Value, rows: ir.Value) -> ir.Value:
+    """The expert of each row, int64: how many experts' rows have ended before it."""
+    end = e.op("CumSum", e.op("Cast", sizes, to=ir.DataType.INT64), e.constant(np.int64(0)))
+    length = e.op("Squeeze", e.op("Shape", rows, end=1))
+    row = e.op("Unsqueeze", e.op("Range", e.constant(0), length, e.constant(1)), e.constant([1]))
+    ended = e.op("GreaterOrEqual", row, end)
+    return e.op("ReduceSum", e.op("Cast", ended, to=ir.DataType.INT64), e.constant([1]), keepdims=0)
