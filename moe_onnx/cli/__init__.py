@@ -54,7 +54,8 @@ def demo(text: Path | None, steps: int | None, output: Path) -> None:
       moe-onnx demo
       moe-onnx demo --text book.txt --steps 1000 -o my-demo
 
-    Takes one to two minutes on two cores. Writes model/, checkpoint/, metrics.jsonl and loss.svg.
+    Takes one to two minutes on two cores. Writes model/, checkpoint/, metrics.jsonl, loss.svg and
+    expert_load.svg.
     """  # noqa: D301
     sys.exit(training.demo(text, steps, output))
 
@@ -73,6 +74,8 @@ def export(assembly: str, output: Path, **model: Any) -> None:
       moe-onnx export --config recipe.toml -o model
       moe-onnx export --layers 4 --hidden-size 256 --experts 8 --top-k 2 -o model
       moe-onnx export --assembly step --optimizer sgd --set qk_norm=head -o model
+      moe-onnx export --dispatch routing_map --capacity-factor 1.25 --set tokens_per_batch=2048 -o model
+      moe-onnx export --router sigmoid --set router_selection_bias=true --aux-loss sequence -o model
     """  # noqa: D301
     graph = build(recipe_of(**model), assembly)
     graph.save(output)
@@ -128,7 +131,8 @@ def train(
       moe-onnx train model --tokens ids.bin --dtype uint16 --batch-size 4 -o run
       moe-onnx train model --text book.txt --steps 1000 -o run --resume
 
-    Writes metrics.jsonl, loss.svg and checkpoint/ (model.safetensors has the names of transformers).
+    Writes metrics.jsonl, loss.svg, expert_load.svg and checkpoint/ (model.safetensors has the names of
+    transformers).
     Ctrl-C saves a checkpoint first.
     """  # noqa: D301
     names = ("steps", "batch_size", "sequence_length", "lr", "seed")
@@ -142,12 +146,12 @@ def train(
             f"There is a run in '{output}' already. Give --resume to go on with it, or another folder."
         )
     if graph is None:
-        recipe = recipe_of(**rest)
-        how = training.schedule_with(recipe.schedule, **given)
+        recipe = recipe_of(schedule=given, **rest)
+        how = recipe.schedule
         built = build(recipe)
         built.save(output / "model")
     else:
-        how = training.schedule_with(Schedule(), **given)
+        how = Schedule(**{name: value for name, value in given.items() if value is not None})
         built = TrainingGraph.load(graph)
     if "vocab_size" not in built.manifest.config:
         raise OptionError(

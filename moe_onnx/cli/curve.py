@@ -14,7 +14,7 @@ from pathlib import Path
 
 Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 420, 64, 24, 48, 52
-_STYLE = "font-family:system-ui,sans-serif;font-size:12px;fill:#444"
+STYLE = "font-family:system-ui,sans-serif;font-size:12px;fill:#444"
 
 
 def write_curve(path: Path, train: Points, held_out: Points = (), title: str = "") -> Path:
@@ -36,7 +36,7 @@ def write_curve(path: Path, train: Points, held_out: Points = (), title: str = "
         return f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" style="{_STYLE}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" style="{STYLE}">',
         f"<title>{escape(title)}</title>",
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
         f'<text x="{_LEFT}" y="26" style="font-size:15px;fill:#111">{escape(title)}</text>',

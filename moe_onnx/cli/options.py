@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import click
 from rich.console import Console
 
+from moe_onnx.build.moe_options import (
+    AUX_LOSSES,
+    DISPATCH_MODES,
+    DISPATCHES,
+    DROP_POLICIES,
+    ROUTER_SCORES,
+)
+from moe_onnx.build.presets import PRESETS
 from moe_onnx.build.recipe import Recipe, recipe_from_dict, recipe_tables
 from moe_onnx.build.training_graph import TrainingGraph, build_training_graph
 from moe_onnx.errors import MoeOnnxError, NonFiniteError
@@ -30,6 +38,15 @@ _FIELDS = {
     "top_k": "num_experts_per_tok",
     "expert_size": "moe_intermediate_size",
     "vocab_size": "vocab_size",
+    "expert_capacity": "expert_capacity",
+    "active_num": "active_num",
+}
+_WORDS = {
+    "router": ("router_scores", ROUTER_SCORES),
+    "aux_loss": ("router_aux_loss", AUX_LOSSES),
+    "dispatch": ("dispatch", DISPATCHES),
+    "dispatch_mode": ("dispatch_mode", DISPATCH_MODES),
+    "drop_policy": ("token_drop_policy", DROP_POLICIES),
 }
 
 
@@ -63,10 +80,21 @@ def fail(message: str, code: int) -> None:
 def model_options(command: F) -> F:
     """The options that say which model and optimizer to build."""
     options = [
-        click.option("--config", help="A .toml or .json recipe, or the name of a preset (tiny_moe_lm)."),
+        click.option(
+            "--config", help="A .toml or .json recipe, or the name of a preset (" + ", ".join(PRESETS) + ")."
+        ),
         *(
             click.option(f"--{name.replace('_', '-')}", name, type=int, help=f"{field}.")
             for name, field in _FIELDS.items()
+        ),
+        click.option(
+            "--capacity-factor",
+            type=float,
+            help="capacity_factor: rows of each expert, of those it has if experts are balanced.",
+        ),
+        *(
+            click.option(f"--{name.replace('_', '-')}", name, type=click.Choice(words), help=f"{field}.")
+            for name, (field, words) in _WORDS.items()
         ),
         click.option(
             "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of the config."
@@ -81,20 +109,34 @@ def model_options(command: F) -> F:
 
 
 def recipe_of(
-    config: str | None, settings: tuple[str, ...], optimizer: str | None, **numbers: int | None
+    config: str | None,
+    settings: tuple[str, ...],
+    optimizer: str | None,
+    *,
+    schedule: Mapping[str, Any] | None = None,
+    **given: int | float | str | None,
 ) -> Recipe:
-    """The recipe of :func:`model_options`."""
+    """The recipe of :func:`model_options`; ``schedule``: values for the table ``training``.
+
+    A capacity is one of ``drop_pad``, and a number of active rows one of ``active``: that need not be said.
+    """
     tables = {} if config is None else recipe_tables(config)
     if not {"model", "optimizer", "training"} & set(tables):
         tables = {"model": tables}
     model = {**tables.get("model", {})}
-    model |= {_FIELDS[name]: value for name, value in numbers.items() if value is not None}
+    fields = {**_FIELDS, **{name: field for name, (field, _) in _WORDS.items()}}
+    model |= {fields.get(name, name): value for name, value in given.items() if value is not None}
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals:
             raise click.UsageError(f"--set takes FIELD=VALUE, got {setting!r}.")
         model[name.strip()] = _value(text.strip())
-    tables = {**tables, "model": model}
+    if {"capacity_factor", "expert_capacity"} & set(model):
+        model.setdefault("dispatch_mode", "drop_pad")
+    if "active_num" in model:
+        model.setdefault("dispatch_mode", "active")
+    how = {name: value for name, value in (schedule or {}).items() if value is not None}
+    tables = {**tables, "model": model, "training": {**tables.get("training", {}), **how}}
     kind = {"adamw": "AdamW", "sgd": "SGD", None: None}[optimizer]
     if kind is not None and kind != tables.get("optimizer", {}).get("kind", "AdamW"):
         tables["optimizer"] = {"kind": kind}

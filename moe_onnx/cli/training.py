@@ -13,9 +13,10 @@ import numpy as np
 import onnx
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from moe_onnx.build.recipe import Schedule, recipe_from_dict, recipe_tables
+from moe_onnx.build.recipe import recipe_from_dict, recipe_tables
 from moe_onnx.cli.curve import write_curve
 from moe_onnx.cli.graphs import operator_counts, print_operators
+from moe_onnx.cli.heatmap import write_heatmap
 from moe_onnx.cli.options import CONSOLE, INTERRUPTED, WORK_FAILED, build
 from moe_onnx.errors import DataError, NonFiniteError
 from moe_onnx.runtime.checkpoint import has_checkpoint
@@ -30,7 +31,7 @@ GRADIENT_OPS = ("MoeInitRoutingV2Grad", "MoeTokenUnpermuteWithRoutingMapGrad")
 
 
 class Run:
-    """The folder of a run: ``metrics.jsonl``, ``loss.svg`` and ``checkpoint/``, and its progress bar."""
+    """The folder of a run: ``metrics.jsonl``, pictures and ``checkpoint/``, and its progress bar."""
 
     def __init__(self, folder: Path, session: TrainingSession, data: TokenDataset) -> None:
         self.folder, self.session, self.data = folder, session, data
@@ -104,14 +105,17 @@ class Run:
                 CONSOLE.print(
                     f"{message}\nstep {self.session.global_step} is saved in {self.checkpoint}", markup=False
                 )
-        self.write_curve()
+        self.write_pictures()
         return code
 
-    def write_curve(self) -> Path:
-        """Write ``loss.svg``."""
+    def write_pictures(self) -> None:
+        """Write ``loss.svg`` and ``expert_load.svg``."""
         series = [(row["step"], row["loss"]) for row in self.rows if not row.get("skipped")]
         held_out = [(row["step"], row["eval_loss"]) for row in self.rows if "eval_loss" in row]
-        return write_curve(self.folder / "loss.svg", series, held_out, "Training loss (nats per token)")
+        write_curve(self.folder / "loss.svg", series, held_out, "Training loss (nats per token)")
+        loads = [(row["step"], row["expert_load"]) for row in self.rows if row.get("expert_load")]
+        if loads:
+            write_heatmap(self.folder / "expert_load.svg", loads)
 
 
 def demo(text: Path | None, steps: int | None, folder: Path) -> int:
@@ -161,7 +165,9 @@ def demo(text: Path | None, steps: int | None, folder: Path) -> int:
         c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in sample.decode("utf-8", "replace")
     )
     CONSOLE.print("".join(readable), style="italic", markup=False)
-    CONSOLE.print(f"\nwritten to {folder}: model/, checkpoint/, metrics.jsonl, loss.svg", markup=False)
+    CONSOLE.print(
+        f"\nwritten to {folder}: model/, checkpoint/, metrics.jsonl, loss.svg, expert_load.svg", markup=False
+    )
     if not last < first:
         CONSOLE.print("error: the loss did not fall")
         return WORK_FAILED
@@ -173,12 +179,6 @@ def resume_command(words: list[str]) -> str:
     import shlex
 
     return shlex.join(["moe-onnx", *words, *([] if "--resume" in words else ["--resume"])])
-
-
-def schedule_with(schedule: Schedule, **given: Any) -> Schedule:
-    """A schedule with the values that were given on the command line."""
-    values = {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
-    return Schedule(**values | {name: value for name, value in given.items() if value is not None})
 
 
 def _row(line: str) -> dict[str, Any] | None:

@@ -45,10 +45,12 @@ def generate(
     if not tokens or context < 1:
         raise OptionError("generate needs a prompt of at least one token and a context >= 1.")
     rng = np.random.default_rng(seed)
+    fewest = session.manifest.dispatch.get("expert_capacity", 0)
     for _ in range(num_tokens):
-        logits = session.forward({"input_ids": np.array([tokens[-context:]])})["logits"][0, -1].astype(
-            np.float64
-        )
+        ids = np.array([tokens[-context:]])
+        padding = ((0, 0), (0, max(fewest - ids.shape[1], 0)))  # a graph with a capacity wants so many
+        batch = {"input_ids": np.pad(ids, padding), "attention_mask": np.pad(np.ones_like(ids), padding)}
+        logits = session.forward(batch)["logits"][0, ids.shape[1] - 1].astype(np.float64)
         if temperature == 0:
             tokens.append(int(logits.argmax()))
             continue
