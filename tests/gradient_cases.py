@@ -361,6 +361,20 @@ def routing() -> Iterator[Case]:
     yield case(combine, padded, slots, routing_map, probs, **more)
     yield case(combine, padded, slots, None, probs, **more)
     yield case(combine, padded, slots, restore_shape=shape, **more)
+    permute, tokens_in = "MoeTokenPermuteWithRoutingMap", normal(tokens, hidden)
+    fewer = routing_map & (_RNG.random(routing_map.shape) < 0.7)
+    how: dict[str, Any] = {"domain": DOMAIN, "outputs": 3, "drop_and_pad": 0}
+    for chosen, num in ((routing_map, 0), (routing_map, tokens * top_k), (fewer, 0), (fewer, tokens * 3)):
+        both = {"num_out_tokens": num, "used": (0, 1), "note": f"{int(chosen.sum())} pairs", **how}
+        yield case(permute, tokens_in, chosen, probs, **both)
+        yield case(permute, tokens_in, chosen, num_out_tokens=num, **how)
+    yield case(permute, tokens_in, fewer.astype(np.int8), probs, used=(1,), num_out_tokens=0, **how)
+    yield case(permute, tokens_in, routing_map, probs, used=(0, 1), wrt=(0,), note="tokens alone", **how)
+    yield case(permute, tokens_in, routing_map, probs, used=(0, 1), wrt=(2,), note="probs alone", **how)
+    how |= {"drop_and_pad": 1, "num_out_tokens": experts * capacity}
+    yield case(permute, tokens_in, routing_map, probs, used=(0, 1), **how)
+    yield case(permute, tokens_in, fewer, probs, used=(1,), **how)
+    yield case(permute, tokens_in, routing_map, **how)
     sizes = ints([2, 0, 5, 3], np.int32)
     for transpose in (0, 1):
         weight = normal(*((experts, 2, hidden) if transpose else (experts, hidden, 2)))

@@ -219,6 +219,70 @@ def unpermute(
     return totals.astype(dtype), index, index.copy(), permute_probs
 
 
+def permute(
+    tokens: Array,
+    routing_map: Array,
+    probs: Array | None = None,
+    *,
+    num_out_tokens: int = 0,
+    drop_and_pad: bool = False,
+) -> tuple[Array, Array | None, Array]:
+    """(permute_tokens, permute_probs | None, sorted_indices)."""
+    num_tokens, experts = routing_map.shape
+    rows: list[tuple[int, int]]  # (token, expert) of each row
+    if drop_and_pad:
+        capacity = num_out_tokens // experts if experts else 0
+        taken = [int(t) for t in padded_slots(routing_map, capacity)[0]]
+        rows = [(t, i // capacity) for i, t in enumerate(taken)]
+        count, slots = num_out_tokens, taken
+    else:
+        chosen = [_experts_of(routing_map, t) for t in range(num_tokens)]
+        top_k = num_out_tokens // num_tokens if num_out_tokens else max(map(len, chosen), default=0)
+        rows = [(t, e) for e, t in _expert_major(routing_map)]
+        count, slots = num_tokens * top_k, []
+        for t in range(num_tokens):
+            own = [rows.index((t, e)) for e in chosen[t]]
+            slots += own + [-1] * (top_k - len(own))
+    moved = np.zeros((count, tokens.shape[1]), tokens.dtype)
+    probs = _given(probs)
+    weights = None if probs is None else np.zeros(count, probs.dtype)
+    for j, (t, e) in enumerate(rows):
+        moved[j] = tokens[t]
+        if weights is not None and probs is not None:
+            weights[j] = probs[t, e]
+    return moved, weights, np.array(slots, np.int32)
+
+
+@np.errstate(all="ignore")
+def permute_grad(
+    permuted_token_output_grad: Array,
+    permuted_probs_output_grad: Array | None,
+    sorted_indices: Array,
+    routing_map: Array | None = None,
+    *,
+    num_experts: int = 0,
+    tokens_num: int = 0,
+    drop_and_pad: bool = False,
+) -> tuple[Array, Array | None]:
+    """(tokens_grad, probs_grad | None)."""
+    g, gp = permuted_token_output_grad, _given(permuted_probs_output_grad)
+    tokens, experts = (tokens_num, num_experts) if routing_map is None else routing_map.shape
+    totals = np.zeros((tokens, g.shape[1]), _acc(g))
+    probs_grad = None if gp is None else np.zeros((tokens, experts), gp.dtype)
+    pairs = [] if routing_map is None else _expert_major(routing_map)
+    for i, value in enumerate(sorted_indices.tolist()):
+        t, p = (value, i) if drop_and_pad else (i // (len(g) // tokens), value)
+        if p >= 0:
+            totals[t] = totals[t] + g[p].astype(totals.dtype)
+        if probs_grad is None or gp is None:
+            continue
+        if drop_and_pad:
+            probs_grad[t, i // (len(g) // experts)] = gp[i]
+        elif i < len(pairs):  # by row, whatever the slots say
+            probs_grad[pairs[i][1], pairs[i][0]] = gp[i]
+    return totals.astype(g.dtype), probs_grad
+
+
 def _stable_sort(sorted_indices: Array) -> tuple[Array, Array]:
     """(positions, values) of the stable ascending sort: out_index, permute_token_id."""
     order = sorted(range(len(sorted_indices)), key=lambda i: int(sorted_indices[i]))

@@ -133,6 +133,9 @@ def is_absent(op: str, output: int, inputs: list[Any], attributes: dict[str, Any
         probs = inputs[-1] if len(inputs) == len(BY_NAME[op].inputs) else None
         last = len(BY_NAME[op].outputs) - 1
         return output == last and (probs is None or probs.shape == (0, 0))
+    if "Permute" in op:
+        probs = [*inputs, None, None][1 if op.endswith("Grad") else 2]
+        return output == 1 and (probs is None or probs.shape == (0, 0))
     padded = attributes.get("drop_pad_mode", 0) == 1
     if output == 2:
         return padded or not attributes.get("expert_tokens_count_or_cumsum_flag", 0)

@@ -232,3 +232,97 @@ def test_unpermute(route: str, size: str, dtype: str, mode: str) -> None:
     want = oracles.unpermute(*inputs, drop_and_pad=padded, restore_shape=list(dy.shape))
     for value, expected in zip(got, want, strict=True):
         assert_same(value, expected, mode)
+
+
+PERMUTE, PERMUTE_GRAD = "MoeTokenPermuteWithRoutingMap", "MoeTokenPermuteWithRoutingMapGrad"
+PERMUTE_MODES = ["given", "from map", "fewer", "spare", "copy", "padded", "padded copy"]
+
+
+def permute_arguments(size: str, dtype: str, mode: str) -> tuple[list[Any], dict[str, Any]]:
+    rng, hidden, _, routing_map, _ = routing(size)
+    tokens, experts, top_k, _ = SIZES[size]
+    rows_dtype, probs_dtype = DTYPES[dtype]
+    if mode == "fewer" and tokens > 1:
+        routing_map = routing_map & (rng.random(routing_map.shape) < 0.6)
+        routing_map[-1] = False
+    num = tokens * top_k
+    if mode == "spare":
+        num = tokens * min(top_k + 1, experts)
+    padded = "padded" in mode
+    if padded:
+        num = experts * (max(tokens // 2, 1) if tokens else 0)
+    attributes = {"num_out_tokens": 0 if mode == "from map" else num, "drop_and_pad": int(padded)}
+    chosen = (routing_map * rng.choice([-1, 1, 2], routing_map.shape)).astype(np.int8)
+    inputs = [
+        rng.standard_normal((tokens, hidden)).astype(rows_dtype),
+        chosen if size in ("K=E", "K=6") else routing_map,
+        None if "copy" in mode else rng.standard_normal((tokens, experts)).astype(probs_dtype),
+    ]
+    return inputs, attributes
+
+
+@dtypes
+@sizes
+@routes_of(PERMUTE)
+@pytest.mark.parametrize("mode", PERMUTE_MODES)
+def test_permute(route: str, size: str, dtype: str, mode: str) -> None:
+    """Copies: bit-equal everywhere."""
+    inputs, attributes = permute_arguments(size, dtype, mode)
+    got = run(PERMUTE, route, inputs, attributes)
+    for value, want in zip(got, oracles.permute(*inputs, **attributes), strict=True):
+        assert_same(value, want, mode)
+
+
+def permute_grad_arguments(size: str, dtype: str, mode: str, make: Any) -> tuple[list[Any], dict[str, Any]]:
+    (tokens, routing_map, probs), attributes = permute_arguments(size, dtype, mode)
+    rng, padded = rng_of(size), bool(attributes["drop_and_pad"])
+    rows, weights, index = oracles.permute(tokens, routing_map, probs, **attributes)
+    if "shuffled" in mode:
+        order = rng.permutation(len(rows)).astype(np.int32)
+        index = rng.integers(0, len(tokens), len(rows)).astype(np.int32) if padded else order[index]
+    inputs = [make(rng, rows.shape, rows.dtype), None, index, routing_map]
+    if weights is not None:
+        inputs[1] = make(rng, weights.shape, weights.dtype)
+    sizes_given = {"num_experts": routing_map.shape[1], "tokens_num": len(tokens)}
+    if "without map" in mode and len(tokens):
+        inputs[3] = None
+    elif mode != "given":
+        sizes_given = {}
+    return inputs, {**sizes_given, "drop_and_pad": int(padded)}
+
+
+GRAD_MODES = [*PERMUTE_MODES, "copy without map", "padded without map"]
+
+
+@dtypes
+@sizes
+@routes_of(PERMUTE_GRAD)
+@pytest.mark.parametrize("mode", [*GRAD_MODES, "padded shuffled"])
+def test_permute_grad(route: str, size: str, dtype: str, mode: str) -> None:
+    if "shuffled" in mode and not SIZES[size][0]:
+        return
+    inputs, attributes = permute_grad_arguments(size, dtype, mode, integers)
+    got = run(PERMUTE_GRAD, route, inputs, attributes)
+    want = oracles.permute_grad(*inputs, **attributes)
+    assert_same(got[0], want[0], mode)
+    assert_same(got[1], want[1], mode)
+
+
+@dtypes
+@sizes
+@routes_of(PERMUTE_GRAD)
+@pytest.mark.parametrize("mode", ["given", "fewer", "padded"])
+def test_permute_grad_of_any_data(route: str, size: str, dtype: str, mode: str) -> None:
+    """Sums of a token's rows: bit-equal in order, and within the contract's bound in a body's order."""
+    inputs, attributes = permute_grad_arguments(
+        size, dtype, mode, lambda rng, shape, kind: rng.standard_normal(shape).astype(kind)
+    )
+    got = run(PERMUTE_GRAD, route, inputs, attributes)
+    want = oracles.permute_grad(*inputs, **attributes)
+    assert_same(got[1], want[1], mode)
+    if route in BODY_ROUTES and mode != "padded":
+        absolute = [np.abs(inputs[0]).astype(np.float64), None, *inputs[2:]]
+        bound = oracles.permute_grad(*absolute, **attributes)[0]
+        assert_within(got[0], want[0], SIZES[size][2] * EPS.get(inputs[0].dtype, 2.0**-23) * bound)
+    else:
+        assert_same(got[0], want[0], mode)

@@ -46,12 +46,10 @@ def _make(spec: OpSpec) -> type[OpRun]:
 
 
 def absent_output(spec: OpSpec, index: int, inputs: tuple[Any, ...]) -> Any:
-    """ONNX has no None: an absent output is empty, of the shape of its absent input if there is one."""
+    """ONNX has no None: an absent output is empty, of the dtype of its absent input if there is one."""
     arg = spec.outputs[index]
+    dtype = arg.dtypes[0] if "int32" in arg.dtypes else np.asarray(inputs[0]).dtype
     for source, value in zip(spec.inputs, inputs, strict=False):
         if source.type_var == arg.type_var and source.optional and value is not None:
-            shape = value.shape if source.axes == arg.axes and value.shape == (0, 0) else (0,)
-            return np.zeros(shape, value.dtype)
-    ranks = len(arg.axes.split())
-    dtype = arg.dtypes[0] if "int32" in arg.dtypes else np.asarray(inputs[0]).dtype
-    return np.zeros((0,) * ranks, dtype)
+            dtype = value.dtype
+    return np.zeros((0,) * len(arg.axes.split()), dtype)

@@ -17,6 +17,7 @@ import onnx
 import onnx_ir as ir
 
 from moe_onnx.errors import ModelError
+from moe_onnx.operators import BY_NAME
 from moe_onnx.spec import DOMAIN, VERSION
 
 Scalar = int | float | str | np.integer[Any] | np.floating[Any]
@@ -175,10 +176,14 @@ _INT64S = ("Shape", "Size", "NonZero", "ArgMax", "ArgMin")
 def _dtype(node: ir.Node, index: int) -> ir.DataType | None:
     """The dtype of an output, as far as a line can tell; inference on the whole graph checks it."""
     if node.domain == DOMAIN:
-        first = node.inputs[0]
-        indices = {"MoeInitRoutingV2": (1, 2, 3), "MoeTokenUnpermuteWithRoutingMap": (1, 2)}
-        if index in indices.get(node.op_type, ()):
+        spec = BY_NAME[node.op_type]
+        var = spec.outputs[index].type_var
+        if var == "I":
             return ir.DataType.INT32
+        # The first input of the output's kind gives its dtype; where there is none the first of all does.
+        kinds = zip(spec.inputs, node.inputs, strict=False)
+        of_kind = (value for arg, value in kinds if value is not None and arg.type_var == var)
+        first = next(of_kind, node.inputs[0])
         return None if first is None else first.dtype
     if node.domain == "" and node.op_type in _BOOLS:
         return ir.DataType.BOOL

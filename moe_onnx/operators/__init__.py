@@ -5,6 +5,8 @@ from moe_onnx.operators import (
     moe_grouped_matmul_weight_grad,
     moe_init_routing_v2,
     moe_init_routing_v2_grad,
+    moe_token_permute_with_routing_map,
+    moe_token_permute_with_routing_map_grad,
     moe_token_unpermute_with_routing_map,
     moe_token_unpermute_with_routing_map_grad,
 )
@@ -13,6 +15,8 @@ from moe_onnx.spec import OpSpec
 ALL: tuple[OpSpec, ...] = (
     moe_init_routing_v2.SPEC,
     moe_init_routing_v2_grad.SPEC,
+    moe_token_permute_with_routing_map.SPEC,
+    moe_token_permute_with_routing_map_grad.SPEC,
     moe_token_unpermute_with_routing_map.SPEC,
     moe_token_unpermute_with_routing_map_grad.SPEC,
     moe_grouped_matmul.SPEC,

@@ -46,6 +46,19 @@ def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
 
 
+def sum_of_slots(rows: Array, slots: Array) -> Array:
+    """``total[i]`` is the sum of the rows that ``slots[i]`` names, in slot order, rounded once.
+
+    What is not in ``[0, len(rows))`` names no row and adds nothing.
+    """
+    total = np.zeros((len(slots), rows.shape[1]), wide_dtype(rows.dtype))
+    with np.errstate(all="ignore"):  # infinities and NaNs are data here, not accidents
+        for slot in slots.T:
+            named = (slot >= 0) & (slot < len(rows))
+            total[named] += rows[slot[named]].astype(total.dtype)
+        return total.astype(rows.dtype)
+
+
 def check_range(op: str, name: str, index: Array, low: int, high: int, mode: str) -> None:
     """Refuse the first element of ``index`` outside ``[low, high)``, naming where and what it is."""
     flat = index.reshape(-1)

@@ -26,11 +26,12 @@ def body(signature: str, *parts: str) -> str:
     return f"{signature}\n{{" + _CONSTANTS + "\n".join(parts) + "}\n"
 
 
-def attribute(name: str) -> str:
-    """The integer attribute ``name`` as a size."""
+def attribute(name: str, out: str = "") -> str:
+    """The integer attribute ``name`` as a size, called ``out`` where that is not its name."""
+    out = out or name
     return f"""
-    {name}_attr = Constant <value_int: int = @{name}> ()
-    {name} = Reshape ({name}_attr, one)"""
+    {out}_attr = Constant <value_int: int = @{name}> ()
+    {out} = Reshape ({out}_attr, one)"""
 
 
 def check(rule: str, bad: str, *, before: str, after: str) -> str:
@@ -148,6 +149,39 @@ def with_zero_row(out: str, rows: str, like: str) -> str:
     {out}_zero_f32 = ConstantOfShape ({out}_shape)
     {out}_zero = CastLike ({out}_zero_f32, {like})
     {out} = Concat <axis = 0> ({rows}, {out}_zero)"""
+
+
+def rows_or_zeros(out: str, rows: str, index: str, some_none: str) -> str:
+    """``out`` is the ``rows`` that ``index`` names; -1, and one past the last, name a row of zeros.
+
+    That row costs a copy of all rows, so it is made only where ``some_none`` says that it is looked up.
+    """
+    return (
+        f"""
+    {out} = If ({some_none}) <
+        then_branch = {out}_with_zero_row () => ({out}_some) {{
+    """
+        + with_zero_row(f"{out}_and_zero", rows, rows)
+        + f"""
+            {out}_some = Gather <axis = 0> ({out}_and_zero, {index})
+        }},
+        else_branch = {out}_as_they_are () => ({out}_all) {{
+            {out}_all = Gather <axis = 0> ({rows}, {index})
+        }}
+    >"""
+    )
+
+
+# From the checked index, -1 for none: is_named_flat and num_named, and late_zero, a zero that is known at
+# run time only. Branches hang on it: of a branch that a runtime inlines it forgets the names of the nodes,
+# which are the rules. Shapes do where a branch may be dead: known sizes are compared in it all the same
+# when a runtime loads it.
+LATE_ZERO = """
+    is_named_flat = GreaterOrEqual (index, zero)
+    named_long = Cast <to = 7> (is_named_flat)
+    num_named = ReduceSum <keepdims = 1> (named_long)
+    late_zero = Mul (num_named, zero)
+"""
 
 
 def precision(out: str, tensor: str) -> str:

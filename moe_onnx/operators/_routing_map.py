@@ -9,13 +9,20 @@ import numpy as np
 
 from moe_onnx.errors import LimitError, MissingInputError, RoutingMapError, ShapeError
 from moe_onnx.operators._arrays import Array
-from moe_onnx.operators._body import check, coordinates, lookup
+from moe_onnx.operators._body import check, coordinates, count_up, lookup
 from moe_onnx.spec import Attr, Axes, Shape, TensorInfo, require_same_dtype, show
 
 MAX_TOP_K = 512  # both source documents' limit on experts per token
 DROP_AND_PAD = Attr(
     "drop_and_pad", "bool", "whether every expert has exactly C rows", "0 or 1", lambda v: v in (0, 1), 0
 )
+
+MAX_SIZE = 2**31 - 1  # rows and tokens are named by int32
+
+
+def size_attribute(name: str, doc: str) -> Attr:
+    """An attribute that is a size, where 0 means that it is told by other sizes."""
+    return Attr(name, "int", doc, "in [0, 2^31)", lambda v: 0 <= v <= MAX_SIZE, 0)
 
 
 def require_companions(op: str, **companions: bool) -> None:
@@ -29,11 +36,13 @@ def require_companions(op: str, **companions: bool) -> None:
             )
 
 
-def check_probs_dtype(op: str, tokens: str, tokens_info: TensorInfo, probs: TensorInfo) -> None:
-    """``probs`` has the dtype of the tokens, or is float32 beside bfloat16 tokens."""
+def check_probs_dtype(
+    op: str, tokens: str, tokens_info: TensorInfo, probs: TensorInfo, name: str = "probs"
+) -> None:
+    """``name``, by default probs, has the dtype of the tokens, or is float32 beside bfloat16 tokens."""
     if (tokens_info.dtype, probs.dtype) != ("bfloat16", "float32"):
         also = ", or be float32 beside bfloat16"
-        require_same_dtype(op, tokens, tokens_info.dtype, "probs", probs.dtype, also)
+        require_same_dtype(op, tokens, tokens_info.dtype, name, probs.dtype, also)
 
 
 def check_limits(op: str, axes: Axes, padded: bool) -> None:
@@ -183,7 +192,58 @@ SIZES = """
     k_limit = Min (num_experts, max_top_k)
     k_or_limit = Max (k_free, k_limit)
     capacity_or_tokens = Max (capacity, num_tokens)
+"""
+
+# The map as 0 and 1, and how many pairs it selects.
+SELECTED = """
     selected_bool = Cast <to = 9> (routing_map)
     selected = Cast <to = 7> (selected_bool)
     num_selected = ReduceSum <keepdims = 0> (selected)
+"""
+
+
+def padded_cells(out: str, token: str) -> str:
+    """``out`` is the cell of each padded row, of expert i / C and the token that ``token`` says."""
+    return (
+        count_up("slot", "n")
+        + f"""
+    some_capacity = Max (capacity, one)
+    {out}_expert = Div (slot, some_capacity)
+    {out}_start = Mul ({token}, num_experts)
+    {out} = Add ({out}_start, {out}_expert)
+"""
+    )
+
+
+# ONNX text for the probability of each row, row_prob, from row_cell_all, where num_cells is none: 0 for none,
+# and for all without probs.
+ROW_PROB = """
+    is_weighted = Cast <to = 9> (has_probs)
+    probs_flat = Reshape (probs, minus_one)
+    no_prob_f32 = ConstantOfShape (one)
+    no_prob = CastLike (no_prob_f32, probs)
+    probs_and_none = Concat <axis = 0> (probs_flat, no_prob)
+    row_cell = Where (is_weighted, row_cell_all, minus_one)
+    row_prob = Gather <axis = 0> (probs_and_none, row_cell)
+"""
+
+# ONNX text for last_slot, the last of the slots that stand for each cell, -1 for none. It reads cell, one for
+# each slot, where num_cells is none.
+LAST_SLOT = """
+    cells_and_none = Add (num_cells, one)
+    no_slot = Expand (minus_one, cells_and_none)
+    last_slot_and_none = ScatterElements <axis = 0, reduction = "max"> (no_slot, cell, slot)
+    last_slot = Slice (last_slot_and_none, zero, num_cells, zero)
+"""
+
+# ONNX text for padded rows that are added to their tokens in turn: token_of_element, from index and
+# rows_shape, and, for per_precision, $sum, of the rows $added, from zeros of the shape restored.
+TOKEN_OF_ELEMENT = """
+    index_2d = Unsqueeze (index, one)
+    token_of_element = Expand (index_2d, rows_shape)
+"""
+ADD_TO_TOKENS = """
+    $base_f32 = ConstantOfShape (restored)
+    $base = Cast <to = $DTYPE> ($base_f32)
+    $sum = ScatterElements <axis = 0, reduction = "add"> ($base, token_of_element, $added)
 """

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_onnx.operators._arrays import Array, check_range, check_unique, read, wide_dtype
+from moe_onnx.operators._arrays import Array, check_range, check_unique, read, sum_of_slots
 from moe_onnx.operators._body import (
     attribute,
     body,
@@ -84,13 +84,7 @@ def moe_init_routing_v2_grad(
         drop_pad_mode=drop_pad_mode,
         active_num=active_num,
     )
-    tokens, _ = plan.slots.shape
-    total = np.zeros((tokens, plan.rows.shape[1]), wide_dtype(plan.rows.dtype))
-    with np.errstate(all="ignore"):  # infinities and NaNs are data here, not accidents
-        for slot in plan.slots.T:
-            named = (slot >= 0) & (slot < len(plan.rows))
-            total[named] += plan.rows[slot[named]].astype(total.dtype)
-        return total.astype(plan.rows.dtype)
+    return sum_of_slots(plan.rows, plan.slots)
 
 
 def prepare(grad_expanded_x: Any, expanded_row_idx: Any, **attributes: Any) -> Plan:

@@ -13,11 +13,11 @@ import numpy as np
 from moe_onnx.errors import MissingInputError, ShapeError
 from moe_onnx.operators._arrays import Array, check_range, check_unique, given, read, wide_dtype
 from moe_onnx.operators._body import (
+    LATE_ZERO,
     attribute,
     body,
     check,
     checks,
-    count_up,
     is_not_float,
     is_not_int32,
     is_not_map,
@@ -26,18 +26,23 @@ from moe_onnx.operators._body import (
     is_there,
     per_precision,
     precision,
+    rows_or_zeros,
     sizes_agree,
-    with_zero_row,
 )
 from moe_onnx.operators._routing_map import (
+    ADD_TO_TOKENS,
     BAD_PROBS_DTYPE,
     DROP_AND_PAD,
     RESTORE_SHAPE,
+    ROW_PROB,
+    SELECTED,
     SIZES,
     SLOT_EXPERTS,
+    TOKEN_OF_ELEMENT,
     check_limits,
     check_probs_dtype,
     check_restore_shape,
+    padded_cells,
     require_companions,
     slot_cells,
 )
@@ -199,15 +204,17 @@ _SLOT_SUM = """
     $total_2d = Reshape <allowzero = 1> ($total, restored)
     $summed = CastLike ($total_2d, permuted_tokens)
 """
-_ROW_SUM = """
+_ROW_SUM = (
+    """
     $added_rows = Cast <to = $DTYPE> (padded_rows)
     $added_weight = Cast <to = $DTYPE> (row_weight_2d)
     $added = Mul ($added_rows, $added_weight)
-    $base_f32 = ConstantOfShape (restored)
-    $base = Cast <to = $DTYPE> ($base_f32)
-    $sum = ScatterElements <axis = 0, reduction = "add"> ($base, token_of_element, $added)
+"""
+    + ADD_TO_TOKENS
+    + """
     $scattered = CastLike ($sum, permuted_tokens)
 """
+)
 
 BODY = body(
     "MoeTokenUnpermuteWithRoutingMap <drop_and_pad: int = 0, restore_shape: ints = []>"
@@ -266,6 +273,7 @@ BODY = body(
     probs_dtype = Cast <to = 7> (bad_probs_dtype)
     """,
     SIZES,
+    SELECTED,
     """
     rows_beside_n = BitwiseXor (num_rows, n)
     rows_beside_selected = BitwiseXor (num_rows, num_selected)
@@ -333,40 +341,25 @@ BODY = body(
     check("sorted_indices must be in range", "bad_index", before="passed_sizes", after="passed_index"),
     """
     index = Add (index_given, passed_index)
-    # A zero that is known at run time only. Branches hang on it: of a branch that a runtime inlines it
-    # forgets the names of the nodes, which are the rules. Shapes do where a branch may be dead: known
-    # sizes are compared in it all the same when a runtime loads it.
-    is_named_flat = GreaterOrEqual (index, zero)
-    named_long = Cast <to = 7> (is_named_flat)
-    num_named = ReduceSum <keepdims = 1> (named_long)
-    late_zero = Mul (num_named, zero)
+    """,
+    LATE_ZERO,
+    """
     unit = Constant <value = double {1.0}> ()
     no_weight = Constant <value = double {0.0}> ()
     unpermuted_tokens, out_index, permute_token_id, permute_probs = If (is_padded) <
         then_branch = padded () => (padded_sum, padded_out_index, padded_token_id, padded_probs) {
-            some_capacity = Max (capacity, one)
     """,
-    count_up("slot", "n"),
+    padded_cells("row_cell_all", "index"),
+    ROW_PROB,
     """
-            row_expert = Div (slot, some_capacity)
-            row_start = Mul (index, num_experts)
-            row_cell_all = Add (row_start, row_expert)
-            is_weighted = Cast <to = 9> (has_probs)
-            probs_flat = Reshape (probs, minus_one)
-            no_prob_f32 = ConstantOfShape (one)
-            no_prob = CastLike (no_prob_f32, probs)
-            probs_and_none = Concat <axis = 0> (probs_flat, no_prob)
-            row_cell = Where (is_weighted, row_cell_all, minus_one)
-            row_prob = Gather <axis = 0> (probs_and_none, row_cell)
             row_prob_long = Cast <to = 11> (row_prob)
             row_weight = Where (is_weighted, row_prob_long, unit)
             row_weight_2d = Unsqueeze (row_weight, one)
             n_late = Add (n, late_zero)
             rows_shape = Concat <axis = 0> (n_late, hidden)
             padded_rows = Reshape <allowzero = 1> (permuted_tokens, rows_shape)
-            index_2d = Unsqueeze (index, one)
-            token_of_element = Expand (index_2d, rows_shape)
     """,
+    TOKEN_OF_ELEMENT,
     per_precision(("scattered",), "precision", _ROW_SUM),
     """
             padded_sum = Identity (scattered)
@@ -412,19 +405,8 @@ BODY = body(
             left_out_long = Cast <to = 7> (is_left_out)
             num_left_out = ReduceSum <keepdims = 0> (left_out_long)
             some_left_out = Cast <to = 9> (num_left_out)
-            # A row of zeros behind the last costs a copy of all rows: only where one is looked up.
-            slot_rows = If (some_left_out) <
-                then_branch = with_zero_row () => (some_rows) {
     """,
-    with_zero_row("rows_and_zero", "permuted_tokens", "permuted_tokens"),
-    """
-                    some_rows = Gather <axis = 0> (rows_and_zero, slot_row)
-                },
-                else_branch = as_they_are () => (all_rows) {
-                    all_rows = Gather <axis = 0> (permuted_tokens, slot_row)
-                }
-            >
-    """,
+    rows_or_zeros("slot_rows", "permuted_tokens", "slot_row", "some_left_out"),
     per_precision(("summed",), "precision", _SLOT_SUM),
     """
             unpadded_sum = Identity (summed)

@@ -35,8 +35,10 @@ from moe_onnx.operators._body import (
 from moe_onnx.operators._routing_map import (
     BAD_PROBS_DTYPE,
     DROP_AND_PAD,
+    LAST_SLOT,
     RESTORE_SHAPE,
     ROW_CELLS,
+    SELECTED,
     SIZES,
     SLOT_EXPERTS,
     check_limits,
@@ -378,10 +380,9 @@ _OTHER_FORMS = (
     prob_and_none = Concat <axis = 0> (prob, no_prob)
     given_weight = Gather <axis = 0> (prob_and_none, cell_of_row)
     # If two slots stand for one cell, the last one counts.
-    cells_and_none = Add (num_cells, one)
-    no_slot = Expand (minus_one, cells_and_none)
-    last_slot_and_none = ScatterElements <axis = 0, reduction = "max"> (no_slot, cell, slot)
-    last_slot = Slice (last_slot_and_none, zero, num_cells, zero)
+    """,
+    LAST_SLOT,
+    """
     live_row_and_none = Concat <axis = 0> (live_row, minus_one)
     row_of_cell_flat = Gather <axis = 0> (live_row_and_none, last_slot)
     given_row_of_cell = Reshape <allowzero = 1> (row_of_cell_flat, cells_shape)
@@ -482,6 +483,7 @@ BODY = body(
     probs_dtype = Cast <to = 7> (bad_probs_dtype)
     """,
     SIZES,
+    SELECTED,
     """
     rows_beside_n = BitwiseXor (num_permuted, n)
     rows_beside_selected = BitwiseXor (num_permuted, num_selected)

@@ -40,6 +40,31 @@ def init_routing(g: Gradients, node: ir.Node, d: ir.Value, *_: None) -> Grads:
     return [g.op(name, d, slots, **more), None]
 
 
+@register_gradient("MoeTokenPermuteWithRoutingMap", DOMAIN)
+def permute(g: Gradients, node: ir.Node, d: ir.Value | None, d_probs: ir.Value | None, _: None) -> Grads:
+    """Tokens and probabilities by MoeTokenPermuteWithRoutingMapGrad, sizes from the map."""
+    tokens, routing_map, probs = [*node.inputs, None][:3]
+    assert tokens is not None
+    has_probs = probs is not None and sizes(probs) != (0, 0)
+    with_probs = has_probs and d_probs is not None and g.needs(probs)
+    if d is None:  # the loss uses the probabilities alone
+        assert d_probs is not None
+        d = g.zeros_like(node.outputs[0], d_probs)
+    tokens_grad, probs_grad = g.ops(
+        "MoeTokenPermuteWithRoutingMapGrad",
+        d,
+        d_probs if with_probs else g.constant(np.empty((0, 0)), tokens.dtype),
+        node.outputs[2],
+        routing_map,
+        domain=DOMAIN,
+        outputs=2,
+        num_experts=0,
+        tokens_num=0,
+        drop_and_pad=attribute(node, "drop_and_pad", 0),
+    )
+    return [tokens_grad, None, probs_grad if with_probs else None][: len(node.inputs)]
+
+
 @register_gradient("MoeTokenUnpermuteWithRoutingMap", DOMAIN)
 def unpermute(g: Gradients, node: ir.Node, d: ir.Value | None, *others: ir.Value | None) -> Grads:
     """Rows and probabilities by MoeTokenUnpermuteWithRoutingMapGrad, in the slot form."""
