@@ -179,6 +179,10 @@ def _dtype(node: ir.Node, index: int) -> ir.DataType | None:
         indices = {"MoeInitRoutingV2": (1, 2, 3), "MoeTokenUnpermuteWithRoutingMap": (1, 2)}
         if index in indices.get(node.op_type, ()):
             return ir.DataType.INT32
+        # The gradients of weights, which may be float32 beside bfloat16 rows.
+        weights = {"MoeFinalizeRoutingV2Grad": 3, "MoeTokenUnpermuteWithRoutingMapGrad": 5}
+        if index == 1 and node.op_type in weights:
+            first = node.inputs[weights[node.op_type]]
         return None if first is None else first.dtype
     if node.domain == "" and node.op_type in _BOOLS:
         return ir.DataType.BOOL

@@ -46,10 +46,17 @@ def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
 
 
-def check_range(op: str, name: str, index: Array, low: int, high: int, mode: str) -> None:
-    """Refuse the first element of ``index`` outside ``[low, high)``, naming where and what it is."""
+def check_range(
+    op: str, name: str, index: Array, low: int, high: int, mode: str, read: Array | None = None
+) -> None:
+    """Refuse the first element of ``index`` outside ``[low, high)``, naming where and what it is.
+
+    Where ``read``, booleans in the shape of ``index``, is false, anything may stand.
+    """
     flat = index.reshape(-1)
     bad = (flat < low) | (flat >= high)
+    if read is not None:
+        bad &= read.reshape(-1)
     if bad.any():
         at = int(bad.argmax())
         where = tuple(int(i) for i in np.unravel_index(at, index.shape))
