@@ -33,6 +33,8 @@ from moe_onnx.errors import (
     RoutingMapError,
     ShapeError,
 )
+from moe_onnx.operators.moe_finalize_routing_v2 import moe_finalize_routing_v2
+from moe_onnx.operators.moe_finalize_routing_v2_grad import moe_finalize_routing_v2_grad
 from moe_onnx.operators.moe_grouped_matmul import moe_grouped_matmul
 from moe_onnx.operators.moe_grouped_matmul_weight_grad import moe_grouped_matmul_weight_grad
 from moe_onnx.operators.moe_init_routing_v2 import moe_init_routing_v2
@@ -98,6 +100,8 @@ __all__ = [
     "function_body",
     "generate",
     "load_checkpoint",
+    "moe_finalize_routing_v2",
+    "moe_finalize_routing_v2_grad",
     "moe_grouped_matmul",
     "moe_grouped_matmul_weight_grad",
     "moe_init_routing_v2",

@@ -375,6 +375,7 @@ def routing() -> Iterator[Case]:
     yield case(permute, tokens_in, routing_map, probs, used=(0, 1), **how)
     yield case(permute, tokens_in, fewer, probs, used=(1,), **how)
     yield case(permute, tokens_in, routing_map, **how)
+    yield from finalizing(expert_idx, indices)
     sizes = ints([2, 0, 5, 3], np.int32)
     for transpose in (0, 1):
         weight = normal(*((experts, 2, hidden) if transpose else (experts, hidden, 2)))
@@ -382,6 +383,30 @@ def routing() -> Iterator[Case]:
             kind: dict[str, Any] = {"domain": DOMAIN, "transpose_weight": transpose, "wrt": wrt}
             yield case("MoeGroupedMatmul", rows, weight, sizes, **kind)
     yield case("MoeGroupedMatmul", normal(0, 3), normal(2, 3, 2), ints([0, 0], np.int32), domain=DOMAIN)
+
+
+def finalizing(expert_idx: Array, indices: Array) -> Iterator[Case]:
+    """MoeFinalizeRoutingV2 in its four modes, with and without what it may go without."""
+    tokens, top_k = expert_idx.shape
+    experts, hidden, capacity = 4, 3, 3
+    for mode in range(4):
+        index, rows = indices, normal(tokens * top_k, hidden)
+        if mode % 2:
+            slots = _RNG.permutation(experts * capacity)[: tokens * top_k]
+            index, rows = np.where(slots < 3, -1, slots), normal(experts, capacity, hidden)
+        index = np.asarray(index.reshape(tokens, top_k), np.int32)
+        flat = index.T.ravel() if mode < 2 else index.ravel()
+        one = index[:, 0].copy() if mode % 2 else ints(_RNG.permutation(tokens), np.int32)
+        x, bias, scales = normal(tokens, hidden), normal(experts, hidden), normal(tokens, top_k)
+        more: dict[str, Any] = {"domain": DOMAIN, "drop_pad_mode": mode}
+        op = "MoeFinalizeRoutingV2"
+        yield case(op, rows, flat, x, x + 1, bias, scales, expert_idx, **more)
+        yield case(op, rows, flat, x, None, None, scales, **more)
+        yield case(op, rows, flat, None, None, bias, scales, expert_idx, wrt=(4,), note="bias", **more)
+        yield case(op, rows, flat, None, None, bias, scales, expert_idx, wrt=(5,), note="scales", **more)
+        single = rows if mode % 2 else rows[:tokens]
+        yield case(op, single, one, **more)
+        yield case(op, single, one, x, None, bias, None, expert_idx[:, :1], **more)
 
 
 CASES = [

@@ -322,6 +322,81 @@ def _expert_of_rows(group_sizes: Array) -> list[int]:
     return [e for e, size in enumerate(group_sizes.tolist()) for _ in range(size)]
 
 
+@np.errstate(all="ignore")
+def finalize(
+    expanded_x: Array,
+    expanded_row_idx: Array,
+    x1: Array | None = None,
+    x2: Array | None = None,
+    bias: Array | None = None,
+    scales: Array | None = None,
+    expert_idx: Array | None = None,
+    *,
+    drop_pad_mode: int = 0,
+) -> Array:
+    """out[i] = x1[i] + x2[i] + sum over k of scales[i, k] * (X[p] + bias[expert_idx[i, k]])."""
+    hidden, acc = expanded_x.shape[-1], _acc(expanded_x)
+    x = expanded_x.reshape(math.prod(expanded_x.shape[:-1]), hidden)
+    x1, x2, bias, scales = (_given(a) for a in (x1, x2, bias, scales))
+    tokens, top_k = (len(expanded_row_idx), 1) if scales is None else scales.shape
+    out = np.zeros((tokens, hidden), x.dtype)
+    for i in range(tokens):
+        total = np.zeros(hidden, acc)
+        for skip in (x1, x2):
+            if skip is not None:
+                total = total + skip[i].astype(acc)
+        for k in range(top_k):
+            p = int(expanded_row_idx[k * tokens + i if drop_pad_mode in (0, 1) else i * top_k + k])
+            if p == -1:
+                continue  # the whole term, by selection
+            row = x[p].astype(acc)
+            if bias is not None and expert_idx is not None:
+                row = row + bias[int(expert_idx[i, k])].astype(acc)
+            total = total + (row if scales is None else scales[i, k].astype(acc) * row)
+        out[i] = total.astype(out.dtype)
+    return out
+
+
+@np.errstate(all="ignore")
+def finalize_grad(
+    grad_y: Array,
+    expanded_row_idx: Array,
+    expanded_x: Array | None = None,
+    scales: Array | None = None,
+    expert_idx: Array | None = None,
+    bias: Array | None = None,
+    *,
+    drop_pad_mode: int = 0,
+    active_num: int = 0,
+    expert_num: int = 0,
+    expert_capacity: int = 0,
+) -> tuple[Array, Array | None]:
+    """(grad_expanded_x, grad_scales): grad_y times scale by row, the rows' dot products by slot."""
+    hidden, acc = grad_y.shape[1], _acc(grad_y)
+    bias, scales = _given(bias), _given(scales)
+    leading = (active_num or len(expanded_row_idx),)
+    if drop_pad_mode == 1:
+        leading = expanded_x.shape[:2] if expanded_x is not None else (expert_num, expert_capacity)
+    rows = math.prod(leading)
+    grad = np.zeros((rows, hidden), grad_y.dtype)
+    grad_scales = None if scales is None else np.zeros(scales.shape, scales.dtype)
+    top_k = 1 if scales is None else scales.shape[1]
+    for j, p in enumerate(int(v) for v in expanded_row_idx):
+        i, k = divmod(j, top_k)
+        if p == -1 or p >= rows:
+            continue
+        if scales is None or grad_scales is None:
+            grad[p] = grad_y[i]
+            continue
+        assert expanded_x is not None
+        grad[p] = (scales[i, k].astype(acc) * grad_y[i].astype(acc)).astype(grad.dtype)
+        row = expanded_x.reshape(rows, hidden)[p].astype(acc)
+        if bias is not None and expert_idx is not None:
+            row = row + bias[int(expert_idx[i, k])].astype(acc)
+        grad_scales[i, k] = acc(_dot(row, grad_y[i])).astype(scales.dtype)
+    return grad.reshape(*leading, hidden), grad_scales
+
+
 def random_routing(
     rng: np.random.Generator, tokens: int, experts: int, top_k: int
 ) -> tuple[Array, Array, Array]:

@@ -136,6 +136,9 @@ def is_absent(op: str, output: int, inputs: list[Any], attributes: dict[str, Any
     if "Permute" in op:
         probs = [*inputs, None, None][1 if op.endswith("Grad") else 2]
         return output == 1 and (probs is None or probs.shape == (0, 0))
+    if "Finalize" in op:
+        scales = inputs[3] if len(inputs) > 3 else None
+        return output == 1 and (scales is None or scales.shape == (0, 0))
     padded = attributes.get("drop_pad_mode", 0) == 1
     if output == 2:
         return padded or not attributes.get("expert_tokens_count_or_cumsum_flag", 0)

@@ -130,6 +130,8 @@ def test_public_names() -> None:
         "function_body",
         "generate",
         "load_checkpoint",
+        "moe_finalize_routing_v2",
+        "moe_finalize_routing_v2_grad",
         "moe_grouped_matmul",
         "moe_grouped_matmul_weight_grad",
         "moe_init_routing_v2",

@@ -1,6 +1,8 @@
 """The operators, in the order of the docs. Adding one is one file here and one line in ``ALL``."""
 
 from moe_onnx.operators import (
+    moe_finalize_routing_v2,
+    moe_finalize_routing_v2_grad,
     moe_grouped_matmul,
     moe_grouped_matmul_weight_grad,
     moe_init_routing_v2,
@@ -19,6 +21,8 @@ ALL: tuple[OpSpec, ...] = (
     moe_token_permute_with_routing_map_grad.SPEC,
     moe_token_unpermute_with_routing_map.SPEC,
     moe_token_unpermute_with_routing_map_grad.SPEC,
+    moe_finalize_routing_v2.SPEC,
+    moe_finalize_routing_v2_grad.SPEC,
     moe_grouped_matmul.SPEC,
     moe_grouped_matmul_weight_grad.SPEC,
 )

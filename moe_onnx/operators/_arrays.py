@@ -59,10 +59,17 @@ def sum_of_slots(rows: Array, slots: Array) -> Array:
         return total.astype(rows.dtype)
 
 
-def check_range(op: str, name: str, index: Array, low: int, high: int, mode: str) -> None:
-    """Refuse the first element of ``index`` outside ``[low, high)``, naming where and what it is."""
+def check_range(
+    op: str, name: str, index: Array, low: int, high: int, mode: str, read: Array | None = None
+) -> None:
+    """Refuse the first element of ``index`` outside ``[low, high)``, naming where and what it is.
+
+    Where ``read``, booleans in the shape of ``index``, is false, anything may stand.
+    """
     flat = index.reshape(-1)
     bad = (flat < low) | (flat >= high)
+    if read is not None:
+        bad &= read.reshape(-1)
     if bad.any():
         at = int(bad.argmax())
         where = tuple(int(i) for i in np.unravel_index(at, index.shape))

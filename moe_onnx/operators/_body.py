@@ -131,7 +131,7 @@ def coordinates(first: str, second: str, mask: str) -> str:
     {second} = Reshape ({second}_2d, minus_one)"""
 
 
-def in_row_order(out: str, none: str, row: str, values: str) -> str:
+def in_row_order(out: str, none: str, row: str, values: str, n: str = "n") -> str:
     """``out[p]`` is the one of ``values`` whose ``row`` is p, or ``none``, for p = 0 .. n - 1.
 
     Reads ``rows_and_none``, n + 1: rows of -1 land on the last element, which is cut off.
@@ -139,7 +139,36 @@ def in_row_order(out: str, none: str, row: str, values: str) -> str:
     return f"""
     {out}_none = Expand ({none}, rows_and_none)
     {out}_and_none = ScatterElements <axis = 0> ({out}_none, {row}, {values})
-    {out} = Slice ({out}_and_none, zero, n, zero)"""
+    {out} = Slice ({out}_and_none, zero, {n}, zero)"""
+
+
+def row_dots(out: str, like: str, at: str, left: str, right: str, pairs: str) -> str:
+    """``out`` is the dot product of the rows ``at`` of two tensors, 0 for -1, in the dtype of ``like``.
+
+    For ``per_precision``. As a product of matrices the dots make nothing as large as the rows, but one
+    product a row has its price: worth it for long rows (``by_matrices``, which reads ``rows_shape``,
+    rows x 1 x H). ``pairs`` is text that makes ``$pairs`` for the others, element by element.
+    """
+    return f"""
+    $dots = If (by_matrices) <
+        then_branch = $long () => ($long_dots) {{
+            $left = Reshape <allowzero = 1> (${left}, rows_shape)
+            $right = Reshape <allowzero = 1> (${right}, rows_shape)
+            $turned = Transpose <perm = [0, 2, 1]> ($right)
+            $dots_3d = MatMul ($left, $turned)
+            $long_dots = Reshape ($dots_3d, minus_one)
+        }},
+        else_branch = $short () => ($short_dots) {{
+{pairs}
+            $short_dots = ReduceSum <keepdims = 0> ($pairs, one)
+        }}
+    >
+    $zero_f32 = ConstantOfShape (one)
+    $zero_dot = Cast <to = $DTYPE> ($zero_f32)
+    $dots_zero = Concat <axis = 0> ($dots, $zero_dot)
+    $cells = Gather <axis = 0> ($dots_zero, {at})
+    ${out} = CastLike ($cells, {like})
+"""
 
 
 def with_zero_row(out: str, rows: str, like: str) -> str:

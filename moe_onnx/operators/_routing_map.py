@@ -25,12 +25,12 @@ def size_attribute(name: str, doc: str) -> Attr:
     return Attr(name, "int", doc, "in [0, 2^31)", lambda v: 0 <= v <= MAX_SIZE, 0)
 
 
-def require_companions(op: str, **companions: bool) -> None:
-    """With probs, the named inputs must be there too (561002 in the source document)."""
+def require_companions(op: str, beside: str = "probs", **companions: bool) -> None:
+    """With ``beside``, the named inputs must be there too (561002 in the source documents)."""
     for name, is_there in companions.items():
         if not is_there:
             raise MissingInputError(
-                f"{op}: '{name}' is missing although 'probs' is given. Pass it, or leave out 'probs'.",
+                f"{op}: '{name}' is missing although '{beside}' is given. Pass it, or leave out '{beside}'.",
                 op=op,
                 aclnn_status=561002,
             )
@@ -39,7 +39,7 @@ def require_companions(op: str, **companions: bool) -> None:
 def check_probs_dtype(
     op: str, tokens: str, tokens_info: TensorInfo, probs: TensorInfo, name: str = "probs"
 ) -> None:
-    """``name``, by default probs, has the dtype of the tokens, or is float32 beside bfloat16 tokens."""
+    """``probs`` (called ``name``) has the dtype of the tokens, or is float32 beside bfloat16 tokens."""
     if (tokens_info.dtype, probs.dtype) != ("bfloat16", "float32"):
         also = ", or be float32 beside bfloat16"
         require_same_dtype(op, tokens, tokens_info.dtype, name, probs.dtype, also)

@@ -29,6 +29,7 @@ from moe_onnx.operators._body import (
     is_there,
     per_precision,
     precision,
+    row_dots,
     sizes_agree,
     with_zero_row,
 )
@@ -285,9 +286,8 @@ def _given(info: TensorInfo | None, present: bool) -> TensorInfo | None:
     return info if present or presence(info) is not False else None
 
 
-# The part that touches whole rows, once per precision. As a product of matrices the dots make nothing
-# as large as the rows, but one product a row has its price: worth it for long rows, and without
-# copying the head of the rows where permuted_tokens has fewer.
+# The part that touches whole rows, once per precision. The short form of the dots does without copying
+# the head of the rows where permuted_tokens has fewer.
 _ROWS = """
     $grad = Cast <to = $DTYPE> (moved)
     $weight = Cast <to = $DTYPE> (weight)
@@ -295,26 +295,16 @@ _ROWS = """
     $with_rows = CastLike ($product, unpermuted_tokens_grad)
     $permuted_given = Reshape <allowzero = 1> (permuted_tokens, permuted_shape)
     $permuted = Cast <to = $DTYPE> ($permuted_given)
-    $dots = If (by_matrices) <
-        then_branch = $long () => ($long_dots) {
-            $left = Reshape <allowzero = 1> ($grad, rows_shape)
-            $right = Reshape <allowzero = 1> ($permuted, rows_shape)
-            $turned = Transpose <perm = [0, 2, 1]> ($right)
-            $dots_3d = MatMul ($left, $turned)
-            $long_dots = Reshape ($dots_3d, minus_one)
-        },
-        else_branch = $short () => ($short_dots) {
+""" + row_dots(
+    "with_probs_grad",
+    "probs",
+    "row_of_cell",
+    "grad",
+    "permuted",
+    """
             $head = Slice ($grad, zero, num_permuted_late, zero)
-            $pairs = Mul ($head, $permuted)
-            $short_dots = ReduceSum <keepdims = 0> ($pairs, one)
-        }
-    >
-    $zero_f32 = ConstantOfShape (one)
-    $zero_dot = Cast <to = $DTYPE> ($zero_f32)
-    $dots_zero = Concat <axis = 0> ($dots, $zero_dot)
-    $cells = Gather <axis = 0> ($dots_zero, row_of_cell)
-    $with_probs_grad = CastLike ($cells, probs)
-"""
+            $pairs = Mul ($head, $permuted)""",
+)
 
 
 def _given_token(prefix: str) -> str:

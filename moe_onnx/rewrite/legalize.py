@@ -32,7 +32,7 @@ from moe_onnx.adapters.python_ops import SERVED, SESSION_DOMAIN
 from moe_onnx.adapters.schema import ELEM_TYPES, tensor_info
 from moe_onnx.errors import AttributeValueError, ModelError, MoeOnnxError
 from moe_onnx.operators import BY_NAME
-from moe_onnx.spec import DOMAIN, VERSION, OpSpec, TensorInfo, is_absent
+from moe_onnx.spec import DOMAIN, FLOATS, VERSION, OpSpec, TensorInfo, is_absent
 
 BODY_DOMAIN = "moe_onnx.body"
 _SIXTEEN_BIT = ("float16", "bfloat16")
@@ -354,12 +354,13 @@ def _fill_inputs(spec: OpSpec, node: NodeProto, dtype: str, names: set[str]) -> 
     for i, arg in enumerate(spec.inputs):
         if inputs[i]:
             continue
-        is_map = arg.type_var == "M"
-        elem = TensorProto.BOOL if is_map else ELEM_TYPES.get(dtype, TensorProto.FLOAT)
+        is_float = arg.dtypes == FLOATS
+        known = dtype if is_float else arg.dtypes[0]
+        elem = ELEM_TYPES.get(known, TensorProto.FLOAT)
         empty = helper.make_tensor(arg.name, elem, [0, 0], [])
         inputs[i] = _fresh(f"{node.output[0]}/{arg.name}", names)
         added.append(helper.make_node("Constant", [], [inputs[i]], name=inputs[i], value=empty))
-        if not is_map and dtype not in ELEM_TYPES:
+        if is_float and dtype not in ELEM_TYPES:
             typed = _fresh(f"{inputs[i]}/typed", names)
             added.append(helper.make_node("CastLike", [inputs[i], inputs[0]], [typed], name=typed))
             inputs[i] = typed

@@ -93,6 +93,83 @@ def unpermute(g: Gradients, node: ir.Node, d: ir.Value | None, *others: ir.Value
     return [rows_grad, None, None, probs_grad if with_probs else None][: len(node.inputs)]
 
 
+@register_gradient("MoeFinalizeRoutingV2", DOMAIN)
+def finalize_routing(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """Rows and scales by MoeFinalizeRoutingV2Grad, biases by a sum over their slots."""
+    expanded, index, _, _, bias, scales, expert_idx = [*node.inputs, *[None] * 5][:7]
+    assert expanded is not None and index is not None
+    mode = attribute(node, "drop_pad_mode", 0)
+    padded = mode % 2 == 1
+    scales = None if scales is not None and sizes(scales) == (0, 0) else scales
+    if scales is not None and mode < 2:
+        # The gradient takes slots by row. Without scales there is one a token, the same either way.
+        columns = g.op("Concat", g.size(scales, 1), g.size(scales, 0), axis=0)
+        by_slot = g.op("Transpose", g.op("Reshape", index, columns, allowzero=1), perm=[1, 0])
+        index = g.op("Reshape", by_slot, g.op("Shape", index), allowzero=1)
+    rows_grad = scales_grad = bias_grad = None
+    if g.needs(expanded) or g.needs(scales):
+        shape = sizes(expanded)
+        known = padded and shape is not None and len(shape) == 3
+        dims = [dim if isinstance(dim, int) else 0 for dim in shape[:2]] if known and shape else [0, 0]
+        # Without scales only the sizes of the rows count, and only where the attributes do not say them.
+        absent = scales is None and (not padded or all(dims))
+        with_bias = scales is not None and bias is not None and sizes(bias) != (0, 0)
+        empty = g.constant(np.empty((0, 0)), d.dtype)
+        rows_grad, scales_grad = g.ops(
+            "MoeFinalizeRoutingV2Grad",
+            d,
+            index,
+            empty if absent else expanded,
+            empty if scales is None else scales,
+            expert_idx if with_bias else g.constant(np.empty((0, 0)), np.int32),
+            bias if with_bias else empty,
+            domain=DOMAIN,
+            outputs=2,
+            drop_pad_mode=int(padded),
+            active_num=0,
+            expert_num=dims[0],
+            expert_capacity=dims[1],
+        )
+    if bias is not None and expert_idx is not None and g.needs(bias):
+        bias_grad = _bias_grad(g, d, index if padded else None, bias, scales, expert_idx)
+    return [rows_grad, None, d, d, bias_grad, scales_grad, None][: len(node.inputs)]
+
+
+def _bias_grad(
+    g: Gradients,
+    d: ir.Value,
+    dropped: ir.Value | None,
+    bias: ir.Value,
+    scales: ir.Value | None,
+    expert_idx: ir.Value,
+) -> ir.Value:
+    """Each bias gets the sum of its slots' d * scale. Slots that ``dropped`` has -1 for go nowhere."""
+    parts = d if scales is None else g.op("Unsqueeze", d, g.constant([1]))
+    narrow = bias.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    if narrow:  # sums are made in float32
+        parts = g.op("Cast", parts, to=ir.DataType.FLOAT)
+    if scales is not None:
+        wide = g.op("Cast", scales, to=ir.DataType.FLOAT) if narrow else scales
+        parts = g.mul(parts, g.op("Unsqueeze", wide, g.constant([2])))
+    # T * K rows; -1 cannot stand for them where the hidden size is 0.
+    slot_expert = g.op("Cast", g.op("Reshape", expert_idx, g.constant([-1])), to=ir.DataType.INT64)
+    shape = g.op("Concat", g.op("Shape", slot_expert), g.op("Shape", bias, start=1, end=2), axis=0)
+    parts = g.op("Reshape", parts, shape, allowzero=1)
+    zeros = g.zeros_like(bias, d)
+    if narrow:
+        zeros = g.op("Cast", zeros, to=ir.DataType.FLOAT)
+    if dropped is not None:
+        # They are added to a row behind the last, which is cut off: chosen, not multiplied by 0.
+        end = g.op("Shape", bias, start=0, end=1)
+        slot_expert = g.op("Where", g.op("Less", dropped, g.constant(0, np.int32)), end, slot_expert)
+        zeros = g.op("Pad", zeros, g.constant([0, 0, 1, 0]))
+    where = g.op("Expand", g.op("Unsqueeze", slot_expert, g.constant([1])), shape)
+    total = g.op("ScatterElements", zeros, where, parts, axis=0, reduction="add")
+    if dropped is not None:
+        total = g.op("Slice", total, g.constant([0]), end, g.constant([0]))
+    return g.cast(total, bias) if narrow else total
+
+
 @register_gradient("MoeGroupedMatmul", DOMAIN)
 def grouped_matmul(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     """The product with the other orientation of the weights, and MoeGroupedMatmulWeightGrad."""
