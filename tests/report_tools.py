@@ -34,6 +34,7 @@ TESTS = Path(__file__).parent
 INIT, GRAD = "MoeInitRoutingV2", "MoeInitRoutingV2Grad"
 COMBINE, UNGRAD = "MoeTokenUnpermuteWithRoutingMap", "MoeTokenUnpermuteWithRoutingMapGrad"
 GROUPED = ("MoeGroupedMatmul", "MoeGroupedMatmulWeightGrad")
+FINALIZE = ("MoeFinalizeRoutingV2", "MoeFinalizeRoutingV2Grad")
 MODES = {
     INIT: ("dropless", "active", "padded"),
     GRAD: ("dropless", "active", "padded"),

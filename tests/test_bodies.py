@@ -16,22 +16,25 @@ sys.path.insert(0, {tests!r})
 import numpy as np, onnxruntime as ort, moe_onnx
 from onnx import helper
 from routes import make_model, feed_of
-inputs = [np.ones((3, 2), np.float32), np.zeros((3, 1), np.int32)]
+op, inputs = {op!r}, [np.ones((3, 2), np.float32), np.zeros((3, 1), np.int32)]
+if op == "MoeFinalizeRoutingV2Grad":
+    inputs[1] = np.array([0, 1, 2], np.int32)
+    inputs += [np.zeros((0, 0), np.float32)] * 2 + [np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)]
 options = ort.SessionOptions()
 options.log_severity_level = 4
 options.graph_optimization_level = ort.GraphOptimizationLevel({level})
 for attributes in {attributes!r}:
     print("trying", attributes, flush=True)
-    model = make_model("MoeInitRoutingV2", inputs, attributes)
-    model.functions.append(moe_onnx.function_body("MoeInitRoutingV2", 21))
+    model = make_model(op, inputs, attributes)
+    model.functions.append(moe_onnx.function_body(op, 21))
     for name in ("active_num", "expert_capacity", "expert_num", "drop_pad_mode"):
         if name not in attributes:
             model.graph.node[0].attribute.append(helper.make_attribute(name, 0))
     try:
-        feed = feed_of("MoeInitRoutingV2", inputs)
+        feed = feed_of(op, inputs)
         ort.InferenceSession(model.SerializeToString(), options).run(None, feed)
     except Exception as error:
-        print("refused: MoeInitRoutingV2" if "MoeInitRoutingV2: " in str(error) else error, flush=True)
+        print("refused" if op + ": " in str(error) else error, flush=True)
 """
 
 IMPOSSIBLE = [
@@ -45,12 +48,18 @@ IMPOSSIBLE = [
 ]
 
 
+# For the gradient of the combine by index active_num alone says how many rows it makes.
+IMPOSSIBLE_ROWS = [*IMPOSSIBLE, {"active_num": 2**31}, {"active_num": 2**62}]
+
+
+@pytest.mark.parametrize("op", ["MoeInitRoutingV2", "MoeFinalizeRoutingV2Grad"])
 @pytest.mark.parametrize("level", ["ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_ALL"])
-def test_sizes_that_cannot_be_are_refused(level: str) -> None:
+def test_sizes_that_cannot_be_are_refused(level: str, op: str) -> None:
     """A runtime makes tensors of folded sizes while it loads a model, before any check has run."""
     number = int(getattr(ort.GraphOptimizationLevel, level))
-    code = CODE.format(tests=str(Path(__file__).parent), attributes=IMPOSSIBLE, level=number)
+    attributes = IMPOSSIBLE if op == "MoeInitRoutingV2" else IMPOSSIBLE_ROWS
+    code = CODE.format(tests=str(Path(__file__).parent), attributes=attributes, level=number, op=op)
     run: Any = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert run.returncode == 0, (run.stdout, run.stderr)
-    expected = [line for one in IMPOSSIBLE for line in (f"trying {one}", "refused: MoeInitRoutingV2")]
+    expected = [line for one in attributes for line in (f"trying {one}", "refused")]
     assert run.stdout.splitlines() == expected

@@ -589,6 +589,16 @@ def casting(op: str, dtype: str, static: bool) -> tuple[onnx.ModelProto, Any, li
             {},
             [*oracles.unpermute(*[WHOLE[name] for name in ("p", "out", "map", "probs")])[:1]],
         ),
+        "MoeFinalizeRoutingV2": (
+            {"x": rows, "i": index},
+            {"drop_pad_mode": 2},
+            [oracles.finalize(rows, index, drop_pad_mode=2)],
+        ),
+        "MoeFinalizeRoutingV2Grad": (
+            {"g": rows, "i": index},
+            {"active_num": 4},
+            [oracles.finalize_grad(rows, index, active_num=4)[0]],
+        ),
         "MoeGroupedMatmul": (
             {"x": rows % 5, "w": matrices, "sizes": sizes},
             {"transpose_weight": 1},

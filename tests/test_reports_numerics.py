@@ -18,6 +18,7 @@ from report_tools import (
     F16,
     F32,
     FEW,
+    FINALIZE,
     GRAD,
     GROUPED,
     INDICES,
@@ -449,5 +450,6 @@ def test_a10_rows_that_no_token_fills_are_exactly_zero(route: str, dtype: Any) -
 def test_every_kernel_is_under_test() -> None:
     """The routes of this module are those of the package: a new operator must be added above."""
     assert set(KERNELS) == {GRAD, UNGRAD}
-    # The grouped products route nothing; test_grouped_matmul.py is about them.
-    assert {*MODES, *GROUPED} == set(BY_NAME)
+    # The grouped products route nothing; test_grouped_matmul.py is about them. The combine by index
+    # has the reports that touch it in test_finalize_routing.py.
+    assert {*MODES, *GROUPED, *FINALIZE} == set(BY_NAME)

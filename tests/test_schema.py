@@ -53,6 +53,7 @@ def model_of(op: str, values: Values, *, typed: bool = True, **attributes: Any) 
     ]
     types = {arg.type_var: elems[values[arg.name][0]] for arg in spec.inputs if arg.name in values}
     types.setdefault("I", TensorProto.INT32)
+    types.setdefault("TP", types["T"])
     results = [
         helper.make_tensor_value_info(arg.name, types[arg.type_var], [None] * rank)
         if typed
@@ -60,7 +61,7 @@ def model_of(op: str, values: Values, *, typed: bool = True, **attributes: Any) 
         for arg in outputs
         for rank in [
             3
-            if attributes.get("drop_pad_mode") and arg.name == "expanded_x"
+            if attributes.get("drop_pad_mode") and arg.name in ("expanded_x", "grad_expanded_x")
             else len(arg.axes.split("|")[0].split())
         ]
     ]

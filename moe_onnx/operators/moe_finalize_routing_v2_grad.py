@@ -202,17 +202,18 @@ _ROWS = """
     $weight = Cast <to = $DTYPE> (weight)
     $product = Mul ($grad, $weight)
     $scaled_rows = CastLike ($product, grad_y)
+    $grad_2d = Reshape <allowzero = 1> ($grad, rows_2d)
     $rows = Cast <to = $DTYPE> (rows_given)
 """ + row_dots(
     "some_grad_scales",
     "scales",
     "row_of_slot",
-    "grad",
+    "grad_2d",
     "rows",
     """
             $bias = Cast <to = $DTYPE> (row_bias)
             $biased = Add ($rows, $bias)
-            $pairs = Mul ($grad, $biased)""",
+            $pairs = Mul ($grad_2d, $biased)""",
 )
 
 BODY = body(
@@ -377,19 +378,27 @@ BODY = body(
     has_no_slot = Less (slot_of_row, zero)
     token_or_none = Div (slot_of_row, some_k)
     token_of_row = Where (has_no_slot, num_tokens, token_or_none)
+    # Looked up in the shape of the result, E x C in drop/pad: to reshape the result would copy it.
+    experts_capacity_rows = Concat <axis = 0> (experts, capacity, num_rows)
+    three = Add (two, one)
+    leading_start = Where (is_padded, zero, two)
+    leading_end = Where (is_padded, two, three)
+    leading = Slice (experts_capacity_rows, leading_start, leading_end, zero)
+    token_of_place = Reshape <allowzero = 1> (token_of_row, leading)
     """,
     with_zero_row("grad_and_zero", "grad_y", "grad_y"),
     """
-    grad_rows, grad_scales = If (has_scales_now) <
+    grad_expanded_x, grad_scales = If (has_scales_now) <
         then_branch = with_scales () => (scaled_rows, some_grad_scales) {
             row_of_slot = Reshape <allowzero = 1> (row, slots_shape)
-            moved = Gather <axis = 0> (grad_and_zero, token_of_row)
+            moved = Gather <axis = 0> (grad_and_zero, token_of_place)
             scale = Reshape (scales, minus_one)
             no_scale_f32 = ConstantOfShape (one)
             no_scale = CastLike (no_scale_f32, scales)
             scale_and_none = Concat <axis = 0> (scale, no_scale)
-            weight_flat = Gather <axis = 0> (scale_and_none, slot_of_row)
-            weight = Unsqueeze (weight_flat, one)
+            slot_of_place = Reshape <allowzero = 1> (slot_of_row, leading)
+            weight_of_place = Gather <axis = 0> (scale_and_none, slot_of_place)
+            weight = Unsqueeze (weight_of_place, minus_one)
             rows_given = Reshape <allowzero = 1> (expanded_x, rows_2d)
             without_bias = Sub (one, has_bias)
             is_unbiased = Cast <to = 9> (without_bias)
@@ -409,17 +418,10 @@ BODY = body(
     """
         },
         else_branch = without_scales () => (copied_rows, absent_grad_scales) {
-            copied_rows = Gather <axis = 0> (grad_and_zero, token_of_row)
+            copied_rows = Gather <axis = 0> (grad_and_zero, token_of_place)
             absent_grad_scales = Identity (scales)
         }
     >
-    experts_capacity_rows = Concat <axis = 0> (experts, capacity, num_rows)
-    three = Add (two, one)
-    leading_start = Where (is_padded, zero, two)
-    leading_end = Where (is_padded, two, three)
-    leading = Slice (experts_capacity_rows, leading_start, leading_end, zero)
-    result_shape = Concat <axis = 0> (leading, hidden)
-    grad_expanded_x = Reshape <allowzero = 1> (grad_rows, result_shape)
     """,
 )
 

@@ -155,9 +155,7 @@ def _bias_grad(
     slot_expert = g.op("Cast", g.op("Reshape", expert_idx, g.constant([-1])), to=ir.DataType.INT64)
     shape = g.op("Concat", g.op("Shape", slot_expert), g.op("Shape", bias, start=1, end=2), axis=0)
     parts = g.op("Reshape", parts, shape, allowzero=1)
-    zeros = g.zeros_like(bias, d)
-    if narrow:
-        zeros = g.op("Cast", zeros, to=ir.DataType.FLOAT)
+    zeros = g.zeros_like(g.op("Cast", bias, to=ir.DataType.FLOAT) if narrow else bias, parts)
     if dropped is not None:
         # They are added to a row behind the last, which is cut off: chosen, not multiplied by 0.
         end = g.op("Shape", bias, start=0, end=1)
