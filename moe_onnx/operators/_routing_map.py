@@ -236,9 +236,12 @@ LAST_SLOT = """
     last_slot = Slice (last_slot_and_none, zero, num_cells, zero)
 """
 
-# ONNX text for padded rows that are added to their tokens in turn: token_of_element, from index and
-# rows_shape, and, for per_precision, $sum, of the rows $added, from zeros of the shape restored.
+# ONNX text for padded rows that are added to their tokens in turn: rows_shape and token_of_element, from
+# index, and, for per_precision, $sum, of the rows $added, from zeros of the shape restored. The shape is
+# known late: an Expand to a known size of 0 is taken for one that does nothing, and left out.
 TOKEN_OF_ELEMENT = """
+    n_late = Add (n, late_zero)
+    rows_shape = Concat <axis = 0> (n_late, hidden)
     index_2d = Unsqueeze (index, one)
     token_of_element = Expand (index_2d, rows_shape)
 """

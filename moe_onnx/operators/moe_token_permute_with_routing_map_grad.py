@@ -358,7 +358,6 @@ BODY = body(
     tokens_grad = If (is_padded) <
         then_branch = padded () => (padded_sum) {
             restored = Concat <axis = 0> (num_tokens_late, hidden)
-            rows_shape = Shape (permuted_token_output_grad)
     """,
     TOKEN_OF_ELEMENT,
     per_precision(("scattered",), "precision", _ROW_SUM),

@@ -355,11 +355,11 @@ BODY = body(
             row_prob_long = Cast <to = 11> (row_prob)
             row_weight = Where (is_weighted, row_prob_long, unit)
             row_weight_2d = Unsqueeze (row_weight, one)
-            n_late = Add (n, late_zero)
-            rows_shape = Concat <axis = 0> (n_late, hidden)
-            padded_rows = Reshape <allowzero = 1> (permuted_tokens, rows_shape)
     """,
     TOKEN_OF_ELEMENT,
+    """
+            padded_rows = Reshape <allowzero = 1> (permuted_tokens, rows_shape)
+    """,
     per_precision(("scattered",), "precision", _ROW_SUM),
     """
             padded_sum = Identity (scattered)
