@@ -370,6 +370,7 @@ def routing() -> Iterator[Case]:
         yield case(permute, tokens_in, chosen, num_out_tokens=num, **how)
     yield case(permute, tokens_in, fewer.astype(np.int8), probs, used=(1,), num_out_tokens=0, **how)
     yield case(permute, tokens_in, routing_map, probs, used=(0, 1), wrt=(0,), note="tokens alone", **how)
+    yield case(permute, tokens_in, routing_map, probs, used=(0,), note="rows alone", **how)
     yield case(permute, tokens_in, routing_map, probs, used=(0, 1), wrt=(2,), note="probs alone", **how)
     how |= {"drop_and_pad": 1, "num_out_tokens": experts * capacity}
     yield case(permute, tokens_in, routing_map, probs, used=(0, 1), **how)

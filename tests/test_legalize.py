@@ -584,6 +584,16 @@ def casting(op: str, dtype: str, static: bool) -> tuple[onnx.ModelProto, Any, li
             {"expert_num": 3},
             [*oracles.init_routing_v2(rows[:3], top_k_ids, expert_num=3)[:2]],
         ),
+        "MoeTokenPermuteWithRoutingMap": (
+            {name: WHOLE[name] for name in ("dy", "map", "probs")},
+            {},
+            [*oracles.permute(*[WHOLE[name] for name in ("dy", "map", "probs")])],
+        ),
+        "MoeTokenPermuteWithRoutingMapGrad": (
+            {"p": WHOLE["p"], "gp": WHOLE["p"][:, 1].copy(), "out": WHOLE["out"], "map": WHOLE["map"]},
+            {},
+            [*oracles.permute_grad(WHOLE["p"], WHOLE["p"][:, 1], WHOLE["out"], WHOLE["map"])],
+        ),
         "MoeTokenUnpermuteWithRoutingMap": (
             {name: WHOLE[name] for name in ("p", "out", "map", "probs")},
             {},

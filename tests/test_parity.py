@@ -42,6 +42,51 @@ def test_dispatch_gradient(route: str, seed: int) -> None:
     assert_close(got[0], want)
 
 
+def padded_rows(mask: Any, capacity: int) -> tuple[Any, Any]:
+    """Token and expert of each padded row, for a map of ``[E, T]``."""
+    import torch
+
+    order = torch.argsort(mask.to(torch.int8), dim=1, descending=True, stable=True)
+    return order[:, :capacity].flatten(), torch.arange(len(mask)).repeat_interleave(capacity)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_dispatch_by_map(route: str, padded: bool, seed: int) -> None:
+    """Forward, both gradients, and what the combine makes of the rows, as autograd has it."""
+    import torch
+
+    if not has_route("MoeTokenPermuteWithRoutingMap", route):
+        return
+    rng, tokens, experts, _, hidden, _, routing_map, _ = routing(seed)
+    mask = torch.from_numpy(routing_map).T
+    x = torch.tensor(rng.standard_normal((tokens, hidden), np.float32), requires_grad=True)
+    probs = torch.tensor(rng.random((tokens, experts), np.float32), requires_grad=True)
+    if padded:
+        token, expert = padded_rows(mask, 20)
+    else:
+        expert, token = mask.nonzero(as_tuple=True)
+    rows, weights = x[token], probs[token, expert]
+    g = torch.tensor(rng.standard_normal(rows.shape, np.float32))
+    g_probs = torch.tensor(rng.standard_normal(len(weights), np.float32))
+    d_x, d_probs = torch.autograd.grad((rows, weights), (x, probs), (g, g_probs))
+    attributes = {"num_out_tokens": len(rows), "drop_and_pad": int(padded)}
+    inputs = [x.detach().numpy(), routing_map, probs.detach().numpy()]
+    got = run("MoeTokenPermuteWithRoutingMap", route, inputs, attributes)
+    assert_close(got[0], rows)
+    assert_close(got[1], weights)
+    attributes = {"num_experts": experts, "tokens_num": tokens, "drop_and_pad": int(padded)}
+    back = [g.numpy(), g_probs.numpy(), got[2], routing_map]
+    got_grads = run("MoeTokenPermuteWithRoutingMapGrad", route, back, attributes)
+    assert_close(got_grads[0], d_x)
+    assert_close(got_grads[1], d_probs)
+    combined = torch.zeros(tokens, hidden).index_add(0, token, rows * weights.unsqueeze(-1))
+    inputs = [got[0], got[2], routing_map, probs.detach().numpy()]
+    attributes = {"drop_and_pad": int(padded)}
+    assert_close(run("MoeTokenUnpermuteWithRoutingMap", route, inputs, attributes)[0], combined)
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("seed", range(3))
@@ -53,11 +98,7 @@ def test_combine_gradient(route: str, padded: bool, seed: int) -> None:
     probs = torch.tensor(rng.random((tokens, experts), np.float32), requires_grad=True)
     index = token_id = indices
     if padded:
-        capacity = 20
-        token = torch.argsort(mask.to(torch.int8), dim=1, descending=True, stable=True)[
-            :, :capacity
-        ].flatten()
-        expert = torch.arange(experts).repeat_interleave(capacity)
+        token, expert = padded_rows(mask, 20)
         weight = probs[token, expert]
         token_id, index = (v.to(torch.int32).numpy() for v in torch.sort(token, stable=True))
     else:

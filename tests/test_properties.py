@@ -17,6 +17,7 @@ import moe_onnx
 from moe_onnx.kernels import _blocks
 
 INIT, INIT_GRAD = "MoeInitRoutingV2", "MoeInitRoutingV2Grad"
+PERMUTE, PERMUTE_GRAD = "MoeTokenPermuteWithRoutingMap", "MoeTokenPermuteWithRoutingMapGrad"
 UN, UN_GRAD = "MoeTokenUnpermuteWithRoutingMap", "MoeTokenUnpermuteWithRoutingMapGrad"
 
 
@@ -261,7 +262,8 @@ def test_sessions_are_deterministic_at_any_thread_count(op: str, route: str) -> 
 
 
 @pytest.mark.parametrize(
-    "op", [INIT, INIT_GRAD, UN, UN_GRAD, "MoeGroupedMatmul", "MoeGroupedMatmulWeightGrad"]
+    "op",
+    [INIT, INIT_GRAD, PERMUTE, PERMUTE_GRAD, UN, UN_GRAD, "MoeGroupedMatmul", "MoeGroupedMatmulWeightGrad"],
 )
 @pytest.mark.parametrize("route", ROUTES)
 def test_non_contiguous_inputs_work_and_stay_as_they_are(op: str, route: str) -> None:
@@ -273,6 +275,8 @@ def test_non_contiguous_inputs_work_and_stay_as_they_are(op: str, route: str) ->
     inputs: dict[str, list[Any]] = {
         INIT: [dy, expert_idx],
         INIT_GRAD: [rows, indices],
+        PERMUTE: [dy, routing_map, probs],
+        PERMUTE_GRAD: [rows, ints(rng, 12), indices, routing_map],
         UN: [rows, indices, routing_map, probs],
         UN_GRAD: [dy, indices, indices, routing_map, rows, probs],
         "MoeGroupedMatmul": [rows, ints(rng, 4, 3, 2), np.array([5, 0, 3, 4], np.int32)],

@@ -32,6 +32,17 @@ GMM_GRAD: Values = {
     "grad_y": ("bfloat16", [None, 32]),
     "group_sizes": ("int32", ["E"]),
 }
+PERMUTE: Values = {
+    "tokens": ("bfloat16", [6, 16]),
+    "routing_map": ("int8", [6, 4]),
+    "probs": ("float32", [6, 4]),
+}
+PERMUTE_GRAD: Values = {
+    "permuted_token_output_grad": ("float32", ["N", 16]),
+    "permuted_probs_output_grad": ("float32", ["N"]),
+    "sorted_indices": ("int32", ["N"]),
+    "routing_map": ("bool", ["T", 8]),
+}
 UN: Values = {
     "permuted_tokens": ("bfloat16", [12, 16]),
     "sorted_indices": ("int32", [12]),
@@ -116,6 +127,46 @@ def test_shapes_of_the_forwards() -> None:
         ("INT32", [12]),
         ("FLOAT", [12]),
     ]
+
+
+def test_shapes_of_the_dispatch_by_map() -> None:
+    name = "MoeTokenPermuteWithRoutingMap"
+    index = ("INT32", [12])
+    assert inferred(name, PERMUTE, num_out_tokens=12) == [("BFLOAT16", [12, 16]), ("FLOAT", [12]), index]
+    padded = {"num_out_tokens": 12, "drop_and_pad": 1}
+    assert inferred(name, PERMUTE, **padded) == [("BFLOAT16", [12, 16]), ("FLOAT", [12]), index]
+    # The map's values tell how many rows there are.
+    assert inferred(name, PERMUTE) == [("BFLOAT16", [None, 16]), ("FLOAT", [None]), ("INT32", [None])]
+    nobody: Values = {"tokens": ("float32", [0, 16]), "routing_map": ("bool", [0, "E"])}
+    assert inferred(name, nobody) == [("FLOAT", [0, 16]), ("FLOAT", [0]), ("INT32", [0])]
+    free: Values = {"tokens": ("float32", ["T", 16]), "routing_map": ("bool", ["T", 8])}
+    assert inferred(name, free, num_out_tokens=12)[0] == ("FLOAT", [12, 16])
+    unknown: Values = {"tokens": ("float32", None), "routing_map": ("bool", None), "probs": ("float32", None)}
+    assert inferred(name, unknown, num_out_tokens=12) == [
+        ("FLOAT", [12, None]),
+        ("FLOAT", [None]),
+        index,
+    ]
+
+
+def test_shapes_of_the_gradient_of_the_dispatch_by_map() -> None:
+    name = "MoeTokenPermuteWithRoutingMapGrad"
+    assert inferred(name, PERMUTE_GRAD) == [("FLOAT", ["T", 16]), ("FLOAT", ["T", 8])]
+    assert inferred(name, PERMUTE_GRAD, tokens_num=6)[0] == ("FLOAT", [6, 16])
+    mixed: Values = {**PERMUTE_GRAD, "permuted_token_output_grad": ("bfloat16", ["N", 16])}
+    assert inferred(name, mixed) == [("BFLOAT16", ["T", 16]), ("FLOAT", ["T", 8])]
+    absent: Values = {**PERMUTE_GRAD, "permuted_probs_output_grad": ("float32", [0, 0])}
+    assert inferred(name, absent) == [("FLOAT", ["T", 16]), ("FLOAT", [0, 0])]
+    # Of two sizes that are not known it may be absent yet: nothing is refused.
+    perhaps: Values = {**PERMUTE_GRAD, "permuted_probs_output_grad": ("float32", [None, None])}
+    assert inferred(name, perhaps) == [("FLOAT", ["T", 16]), ("FLOAT", [None, None])]
+    no_map: Values = {**perhaps, "routing_map": ("bool", [0, 0])}
+    sizes = {"tokens_num": 6, "num_experts": 8, "drop_and_pad": 1}
+    assert inferred(name, no_map, **sizes) == [("FLOAT", [6, 16]), ("FLOAT", [None, None])]
+    maybe_map: Values = {**PERMUTE_GRAD, "routing_map": ("bool", [0, None])}
+    assert inferred(name, maybe_map, **sizes) == [("FLOAT", [6, 16]), ("FLOAT", [6, 8])]
+    unknown: Values = {key: (dtype, None) for key, (dtype, _) in PERMUTE_GRAD.items()}
+    assert inferred(name, unknown) == [("FLOAT", [None, None])] * 2
 
 
 def test_shapes_of_the_grouped_products() -> None:
@@ -248,6 +299,62 @@ REFUSED = [
         {**GMM_GRAD, "grad_y": ("bfloat16", [13, 32])},
         {},
         "axis N.*12.*13",
+    ),
+    ("N of tokens", "MoeTokenPermuteWithRoutingMap", PERMUTE, {"num_out_tokens": 13}, "13 and 6"),
+    (
+        "N of experts",
+        "MoeTokenPermuteWithRoutingMap",
+        PERMUTE,
+        {"num_out_tokens": 6, "drop_and_pad": 1},
+        "6 and 4",
+    ),
+    ("more than T * E", "MoeTokenPermuteWithRoutingMap", PERMUTE, {"num_out_tokens": 30}, "24, got 30"),
+    ("no capacity", "MoeTokenPermuteWithRoutingMap", PERMUTE, {"drop_and_pad": 1}, "num_out_tokens"),
+    (
+        "probs of other tokens",
+        "MoeTokenPermuteWithRoutingMap",
+        {**PERMUTE, "probs": ("float32", [5, 4])},
+        {},
+        "axis T.*6.*5",
+    ),
+    (
+        "mixed probs of a dispatch",
+        "MoeTokenPermuteWithRoutingMap",
+        {**PERMUTE, "probs": ("float16", [6, 4])},
+        {},
+        "probs",
+    ),
+    (
+        "a map is needed",
+        "MoeTokenPermuteWithRoutingMapGrad",
+        {**PERMUTE_GRAD, "routing_map": ("bool", [0, 0])},
+        {"tokens_num": 6, "num_experts": 8},
+        "routing_map.*missing",
+    ),
+    (
+        "tokens are needed",
+        "MoeTokenPermuteWithRoutingMapGrad",
+        {
+            **PERMUTE_GRAD,
+            "permuted_probs_output_grad": ("float32", [0, 0]),
+            "routing_map": ("bool", [0, 0]),
+        },
+        {},
+        "Give tokens_num",
+    ),
+    (
+        "tokens_num beside a map",
+        "MoeTokenPermuteWithRoutingMapGrad",
+        {**PERMUTE_GRAD, "routing_map": ("bool", [4, 8])},
+        {"tokens_num": 5},
+        "axis T.*4.*5",
+    ),
+    (
+        "weights of a gradient",
+        "MoeTokenPermuteWithRoutingMapGrad",
+        {**PERMUTE_GRAD, "permuted_probs_output_grad": ("float32", ["N", 1])},
+        {},
+        "1-D",
     ),
     ("no restore_shape", "MoeTokenUnpermuteWithRoutingMap", dict(list(UN.items())[:2]), {}, "restore_shape"),
 ]

@@ -236,14 +236,68 @@ LAST_SLOT = """
     last_slot = Slice (last_slot_and_none, zero, num_cells, zero)
 """
 
-# ONNX text for padded rows that are added to their tokens in turn: token_of_element, from index and
-# rows_shape, and, for per_precision, $sum, of the rows $added, from zeros of the shape restored.
-TOKEN_OF_ELEMENT = """
-    index_2d = Unsqueeze (index, one)
-    token_of_element = Expand (index_2d, rows_shape)
+# ONNX text for padded rows that are added to their tokens. TOKEN_ROWS reads index, n, num_tokens and
+# late_zero: sorted_token and order are its stable sort, in which the rows of a token lie side by side.
+# ADD_TO_TOKENS, for per_precision, adds to each of the $added rows the one behind it, then the sum two places
+# on, then four, as long as that is of the same token: the first of a token's rows then holds their sum,
+# $sum. There are as many turns as the logarithm of the most rows of a token. (ScatterElements goes element
+# by element and takes several times as long.) Sizes are known late: an Expand to a known size of 0 is taken
+# for one that does nothing, and left out. The loop is handed what it reads: where a runtime inlines the
+# branch round it, it renames what is in the branch, but not what a loop in it names.
+TOKEN_ROWS = (
+    """
+    n_late = Add (n, late_zero)
+    tokens_late = Add (num_tokens, late_zero)
+    sorted_token, order = TopK <largest = 0> (index, n_late)
+    one_each = Expand (one, n_late)
+    none_yet = Expand (zero, tokens_late)
+    rows_of_token = ScatterElements <axis = 0, reduction = "add"> (none_yet, index, one_each)
+    token_axis = Constant <value_int = 0> ()
+    token_end = CumSum (rows_of_token, token_axis)
+    token_start = Sub (token_end, rows_of_token)
+    has_no_row = Equal (rows_of_token, zero)
+    first_or_none = Where (has_no_row, minus_one, token_start)
+    end_of_place = Gather <axis = 0> (token_end, sorted_token)
+    end_or_none = Concat <axis = 0> (end_of_place, zero)
+    num_places = Add (n_late, one)
+    most_turns = Constant <value_int = 63> ()
 """
+    + count_up("place", "num_places")
+    + """
+    next_place = Add (place, one)
+    is_next_own = Less (next_place, end_or_none)
+    next_own_long = Cast <to = 7> (is_next_own)
+    any_next_long = ReduceMax <keepdims = 0> (next_own_long)
+    any_next = Cast <to = 9> (any_next_long)
+"""
+)
 ADD_TO_TOKENS = """
-    $base_f32 = ConstantOfShape (restored)
-    $base = Cast <to = $DTYPE> ($base_f32)
-    $sum = ScatterElements <axis = 0, reduction = "add"> ($base, token_of_element, $added)
+    $in_order = Gather <axis = 0> ($added, order)
+    $zero_shape = Concat <axis = 0> (one, hidden)
+    $zero_f32 = ConstantOfShape ($zero_shape)
+    $zero_row = Cast <to = $DTYPE> ($zero_f32)
+    $start = Concat <axis = 0> ($in_order, $zero_row)
+    $stride, $places, $ends, $sums = Loop (most_turns, any_next, one, place, end_or_none, $start) <
+        body = $double (int64 $turn, bool $go, $far, $here, $end, $partial)
+            => (bool $go_on, $farther, $same_here, $same_end, $more) {
+            $unit = Constant <value_ints = [1]> ()
+            $other = Add ($here, $far)
+            $is_own = Less ($other, $end)
+            $own_long = Cast <to = 7> ($is_own)
+            # -1, the row of zeros, where the place that far on is of another token.
+            $other_plus_one = Add ($other, $unit)
+            $own_plus_one = Mul ($other_plus_one, $own_long)
+            $other_or_none = Sub ($own_plus_one, $unit)
+            $moved = Gather <axis = 0> ($partial, $other_or_none)
+            $more = Add ($partial, $moved)
+            $farther = Add ($far, $far)
+            $same_here = Identity ($here)
+            $same_end = Identity ($end)
+            $next = Add ($here, $farther)
+            $is_next_own = Less ($next, $end)
+            $next_own_long = Cast <to = 7> ($is_next_own)
+            $any_next_own = ReduceMax <keepdims = 0> ($next_own_long)
+            $go_on = Cast <to = 9> ($any_next_own)
+        }>
+    $sum = Gather <axis = 0> ($sums, first_or_none)
 """

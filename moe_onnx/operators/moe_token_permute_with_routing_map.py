@@ -283,8 +283,8 @@ BODY = body(
             rank_of_cell = Reshape (rank_2d, minus_one)
             rank = Gather <axis = 0> (rank_of_cell, cell_of_row_free)
             k_checked = Add (k_free, passed_map)
-            slot_start = Mul (row_token, k_checked)
-            slot_of_row = Add (slot_start, rank)
+            first_slot = Mul (row_token, k_checked)
+            slot_of_row = Add (first_slot, rank)
     """,
     count_up("place", "num_pairs"),
     """

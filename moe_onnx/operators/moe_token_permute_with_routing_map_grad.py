@@ -47,7 +47,7 @@ from moe_onnx.operators._routing_map import (
     ROW_CELLS,
     SELECTED,
     SIZES,
-    TOKEN_OF_ELEMENT,
+    TOKEN_ROWS,
     check_probs_dtype,
     padded_cells,
     row_cells,
@@ -357,10 +357,8 @@ BODY = body(
     num_experts_late = Add (num_experts, late_zero)
     tokens_grad = If (is_padded) <
         then_branch = padded () => (padded_sum) {
-            restored = Concat <axis = 0> (num_tokens_late, hidden)
-            rows_shape = Shape (permuted_token_output_grad)
     """,
-    TOKEN_OF_ELEMENT,
+    TOKEN_ROWS,
     per_precision(("scattered",), "precision", _ROW_SUM),
     """
             padded_sum = Identity (scattered)

@@ -38,7 +38,7 @@ from moe_onnx.operators._routing_map import (
     SELECTED,
     SIZES,
     SLOT_EXPERTS,
-    TOKEN_OF_ELEMENT,
+    TOKEN_ROWS,
     check_limits,
     check_probs_dtype,
     check_restore_shape,
@@ -355,15 +355,15 @@ BODY = body(
             row_prob_long = Cast <to = 11> (row_prob)
             row_weight = Where (is_weighted, row_prob_long, unit)
             row_weight_2d = Unsqueeze (row_weight, one)
-            n_late = Add (n, late_zero)
+    """,
+    TOKEN_ROWS,
+    """
             rows_shape = Concat <axis = 0> (n_late, hidden)
             padded_rows = Reshape <allowzero = 1> (permuted_tokens, rows_shape)
     """,
-    TOKEN_OF_ELEMENT,
     per_precision(("scattered",), "precision", _ROW_SUM),
     """
             padded_sum = Identity (scattered)
-            sorted_token, order = TopK <largest = 0> (index, n)
             padded_out_index = Cast <to = 6> (order)
             padded_token_id = Cast <to = 6> (sorted_token)
             padded_count = Mul (n, has_probs)

@@ -45,8 +45,8 @@ def permute(g: Gradients, node: ir.Node, d: ir.Value | None, d_probs: ir.Value |
     """Tokens and probabilities by MoeTokenPermuteWithRoutingMapGrad, sizes from the map."""
     tokens, routing_map, probs = [*node.inputs, None][:3]
     assert tokens is not None
-    has_probs = probs is not None and sizes(probs) != (0, 0)
-    with_probs = has_probs and d_probs is not None and g.needs(probs)
+    needs_probs = probs is not None and g.needs(probs) and sizes(probs) != (0, 0)
+    with_probs = needs_probs and d_probs is not None
     if d is None:  # the loss uses the probabilities alone
         assert d_probs is not None
         d = g.zeros_like(node.outputs[0], d_probs)
@@ -62,7 +62,9 @@ def permute(g: Gradients, node: ir.Node, d: ir.Value | None, d_probs: ir.Value |
         tokens_num=0,
         drop_and_pad=attribute(node, "drop_and_pad", 0),
     )
-    return [tokens_grad, None, probs_grad if with_probs else None][: len(node.inputs)]
+    if needs_probs and not with_probs and probs is not None:  # the loss uses the tokens alone
+        probs_grad = g.zeros_like(probs, d)
+    return [tokens_grad, None, probs_grad if needs_probs else None][: len(node.inputs)]
 
 
 @register_gradient("MoeTokenUnpermuteWithRoutingMap", DOMAIN)
