@@ -65,12 +65,33 @@ def parameter_shapes(config: MoeLMConfig | MoeLayerConfig) -> dict[str, tuple[in
 
 def _expert_shapes(config: MoeLMConfig | MoeLayerConfig, prefix: str) -> dict[str, tuple[int, ...]]:
     experts, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
-    first = {"gate_up_proj": 2 * inner} if config.expert_activation == "swiglu" else {"up_proj": inner}
-    return {
-        prefix + "gate.weight": (experts, hidden),
-        **{f"{prefix}experts.{name}": (experts, rows, hidden) for name, rows in first.items()},
-        prefix + "experts.down_proj": (experts, hidden, inner),
+    gated = config.expert_activation in ("swiglu", "geglu", "clamped_swiglu")
+    first, rows = ("gate_up_proj", 2 * inner) if gated else ("up_proj", inner)
+    shapes: dict[str, tuple[int, ...]] = {
+        "gate.weight": (experts, hidden),
+        f"experts.{first}": (experts, rows, hidden),
+        "experts.down_proj": (experts, hidden, inner),
     }
+    if config.noisy_top_k:
+        shapes["gate.noise.weight"] = (experts, hidden)
+    if config.router_selection_bias:
+        shapes["gate.e_score_correction_bias"] = (experts,)
+    if config.expert_bias:
+        shapes[f"experts.{first}_bias"] = (experts, rows)
+        shapes["experts.down_proj_bias"] = (experts, hidden)
+    if (size := config.shared_expert_intermediate_size) is not None:
+        shared = "shared_expert." if config.shared_expert_gate else "shared_experts."
+        shapes[shared + "gate_proj.weight"] = (size, hidden)
+        shapes[shared + "up_proj.weight"] = (size, hidden)
+        shapes[shared + "down_proj.weight"] = (hidden, size)
+        if config.shared_expert_gate:
+            shapes["shared_expert_gate.weight"] = (1, hidden)
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def is_trained(name: str) -> bool:
+    """Whether a parameter has a gradient: all but the bias that experts are chosen by."""
+    return not name.endswith("gate.e_score_correction_bias")
 
 
 def random_parameters(config: MoeLMConfig | MoeLayerConfig, seed: int) -> Arrays:
@@ -81,7 +102,7 @@ def random_parameters(config: MoeLMConfig | MoeLayerConfig, seed: int) -> Arrays
         value = rng.standard_normal(shape)
         if name.endswith("norm.weight"):
             value = 1 + 0.2 * value
-        elif name.endswith(".bias"):
+        elif name.endswith("bias"):
             value = 0.3 * value
         elif not name.endswith("embed_tokens.weight"):
             value = value / np.sqrt(shape[-1])
@@ -122,12 +143,24 @@ class Case:
         if isinstance(self.config, MoeLayerConfig):
             shape = (int(rng.integers(9, 14)), self.config.hidden_size)
             names = ("hidden_states", "target")
-            return {name: rng.standard_normal(shape).astype(np.float32) for name in names}
+            found = {name: rng.standard_normal(shape).astype(np.float32) for name in names}
+            return found | self._routing_inputs(rng, 1, shape[0])
         batch, sequence = 3, int(rng.integers(6, 9))
         ids = rng.integers(0, self.config.vocab_size, (batch, sequence))
         labels = np.where(rng.random(ids.shape) < 0.15, self.config.ignore_index, ids)
         mask = random_mask(rng, batch, sequence, self.left)
-        return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+        layers = sum(map(self.config.is_moe_layer, range(self.config.num_hidden_layers)))
+        found = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+        return found | self._routing_inputs(rng, layers, ids.size)
+
+    def _routing_inputs(self, rng: np.random.Generator, layers: int, tokens: int) -> Arrays:
+        config, found = self.config, {}
+        if config.noisy_top_k:
+            noise = rng.standard_normal((layers, tokens, config.num_experts))
+            found["router_noise"] = noise.astype(np.float32)
+        if config.router_aux_loss == "global":
+            found["expert_load_before"] = rng.integers(0, 9, (layers, config.num_experts))
+        return found
 
     def golden(self) -> Arrays:
         with np.load(GOLDENS / f"{self.name}.npz") as file:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden_cases import CASES, STEPS, Arrays, Case
+from golden_cases import CASES, STEPS, Arrays, Case, is_trained
 
 import moe_onnx
 from moe_onnx.build.optimizers import state_names
@@ -25,11 +25,13 @@ def run_grad_apply(case: Case, sessions: dict[str, Session]) -> tuple[list[Array
     metrics, first = [], {}
     for number, batch in enumerate(case.batches(), 1):
         out = run(sessions["grad"], {**batch, **params})
-        grads = {name: out[name] for name in (f"{param}.grad" for param in params)}
+        grads = {name: out[name] for name in (f"{param}.grad" for param in params if is_trained(param))}
         first = first or grads
         metrics.append(out)
         hyper = {"lr": np.float32(case.lr), "step": np.int64(number), "grad_norm": out["grad_norm"]}
-        params, state = updated(run(sessions["apply"], {**params, **state, **grads, **hyper}), params, state)
+        # The load, too, is an input where an update balances by it.
+        feed = {**params, **state, **grads, **hyper, "expert_load": out["expert_load"]}
+        params, state = updated(run(sessions["apply"], feed), params, state)
     return metrics, first, params
 
 
@@ -46,11 +48,19 @@ def run_steps(case: Case, sessions: dict[str, Session]) -> tuple[list[Arrays], A
 
 def first_state(case: Case) -> Arrays:
     names = state_names(case.optimizer)
-    return {f"{n}.{s}": np.zeros_like(v) for n, v in case.parameters().items() for s in names}
+    params = {name: value for name, value in case.parameters().items() if is_trained(name)}
+    return {f"{n}.{s}": np.zeros_like(v) for n, v in params.items() for s in names}
 
 
 def updated(out: Arrays, *groups: Arrays) -> list[Arrays]:
-    return [{name: out[f"{name}.updated"] for name in group} for group in groups]
+    """What a step made of parameters and state; a bias of choice that nothing updates stays."""
+    return [
+        {
+            name: value if not is_trained(name) and f"{name}.updated" not in out else out[f"{name}.updated"]
+            for name, value in group.items()
+        }
+        for group in groups
+    ]
 
 
 def run(session: Session, feed: dict[str, Any]) -> Arrays:

@@ -9,8 +9,8 @@ Where transformers differs from what this project defines:
   real sees a padding token, so losses, gradients and the logits of real tokens are the same.
 - Its router takes ``torch.topk``, which promises no order of equal scores.
 - A loss over no label at all is NaN there, 0 here.
-- It has no z-loss, no per-layer aux loss, no softmax after the top-k, and bounds queries and keys
-  (``clip_qkv``) in OLMoE only.
+- It has no z-loss, no per-layer aux loss, no softmax after the top-k in these models, and bounds queries
+  and keys (``clip_qkv``) in OLMoE only. What else a router can be is in ``test_torch_moe.py``.
 - Its norms, softmaxes and rotary frequencies are in float32 also in a float64 model.
 """
 
@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden_cases import CASES, parameter_shapes, random_mask, random_parameters
+from golden_cases import CASES, Case, parameter_shapes, random_mask, random_parameters
+from moe_cases import CASES as MOE_CASES
 
 from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
 
@@ -161,28 +162,36 @@ def test_equals_transformers(name: str, padding: str) -> None:
         assert relative(gradients[key], parameter.grad) <= 1e-5, key
 
 
-def test_padding_reaches_nothing_real() -> None:
-    """Token ids and labels at padding have no influence on losses, load and gradients."""
+PADDED = [CASES[name] for name in ("qwen3_dense_tied", "top_k_then_softmax")]
+PADDED += [MOE_CASES[f"lm-sigmoid_groups-{mode}"] for mode in ("dropless", "active", "position", "probs")]
+
+
+@pytest.mark.parametrize("case", PADDED, ids=lambda case: case.name)
+def test_padding_reaches_nothing_real(case: Case) -> None:
+    """Token ids and labels at padding have no influence on losses, load and gradients, and take no row."""
     import torch
     import torch_models
 
-    for case in ("qwen3_dense_tied", "top_k_then_softmax"):
-        config = CASES[case].config
-        parameters = torch_models.tensors(CASES[case].parameters(), torch.float64)
-        batch = CASES[case].batches()[0]
-        padding = batch["attention_mask"] == 0
-        other = {**batch, "input_ids": np.where(padding, 0, batch["input_ids"])}
-        other["labels"] = np.where(padding, config.ignore_index, batch["labels"])
-        (a, first), (b, second) = (
-            torch_models.gradients(config, parameters, torch_models.tensors(v, torch.float64))
-            for v in (batch, other)
-        )
-        assert torch.allclose(a["loss"], b["loss"], rtol=1e-14)
-        assert torch.equal(a["expert_load"], b["expert_load"])
-        real = int(batch["attention_mask"].sum()) * config.num_experts_per_tok
-        assert (a["expert_load"].sum(1) == real).all()
-        for key in first:
-            assert torch.allclose(first[key], second[key], rtol=1e-10, atol=1e-14), key
+    config = case.config
+    parameters = torch_models.tensors(case.parameters(), torch.float64)
+    batch = case.batches()[0]
+    padding = batch["attention_mask"] == 0
+    assert padding[-1, 0]  # also padding that comes before real tokens
+    other = {**batch, "input_ids": np.where(padding, 0, batch["input_ids"])}
+    other["labels"] = np.where(padding, config.ignore_index, batch["labels"])
+    (a, first), (b, second) = (
+        torch_models.gradients(config, parameters, torch_models.tensors(v, torch.float64))
+        for v in (batch, other)
+    )
+    assert torch.allclose(a["loss"], b["loss"], rtol=1e-14)
+    assert torch.equal(a["expert_load"], b["expert_load"])
+    real = int(batch["attention_mask"].sum()) * config.num_experts_per_tok
+    assert (a["expert_load"].sum(1) == real).all()
+    for ours, theirs in zip(a["kept"], b["kept"], strict=True):
+        assert torch.equal(ours, theirs)
+        assert not ours[torch.from_numpy(padding.flatten())].any()
+    for key in first:
+        assert torch.allclose(first[key], second[key], rtol=1e-10, atol=1e-14), key
 
 
 def test_no_token_no_loss() -> None:
@@ -208,83 +217,31 @@ def test_no_token_no_loss() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_loss(name: str) -> None:
+    check_gradients(CASES[name], seeds=3)
+
+
+def check_gradients(case: Case, seeds: int) -> None:
     """Central differences along random directions, in float64."""
     import torch
     import torch_models
 
-    case = CASES[name]
     parameters = torch_models.tensors(case.parameters(), torch.float64)
     batch = torch_models.tensors(case.batches()[0], torch.float64)
     _, gradients = torch_models.gradients(case.config, parameters, batch)
-    for seed in range(3):
+    for seed in range(seeds):
         generator = torch.Generator().manual_seed(seed)
-        way = {key: torch.randn(p.shape, dtype=p.dtype, generator=generator) for key, p in parameters.items()}
+        way = {
+            key: torch.randn(value.shape, dtype=value.dtype, generator=generator)
+            for key, value in gradients.items()
+        }
         step = 1e-6
-        ends = [
-            torch_models.forward(case.config, {k: p + s * way[k] for k, p in parameters.items()}, batch)[
-                "loss"
-            ]
-            for s in (step, -step)
-        ]
+        ends = []
+        for s in (step, -step):
+            moved = {key: parameters[key] + s * value for key, value in way.items()}
+            ends.append(torch_models.forward(case.config, {**parameters, **moved}, batch)["loss"])
         slope = float(ends[0] - ends[1]) / (2 * step)
         want = float(sum((gradients[key] * way[key]).sum() for key in way))
         assert slope == pytest.approx(want, rel=1e-6, abs=1e-7)
-
-
-def test_equal_scores_take_the_lower_expert() -> None:
-    import torch
-    import torch_models
-
-    for scores in ("softmax_then_top_k", "top_k_then_softmax"):
-        config = MoeLayerConfig(
-            hidden_size=2,
-            num_experts=40,
-            num_experts_per_tok=3,
-            moe_intermediate_size=1,
-            router_scores=scores,
-        )
-        gate = torch.zeros(40, 2)
-        gate[30] = 1.0
-        got = torch_models.route(config, torch.ones(5, 2), gate, torch.ones(5, dtype=torch.bool))
-        assert got.experts.tolist() == [[30, 0, 1]] * 5
-
-
-def test_z_loss_and_aux_loss_by_hand() -> None:
-    """Two tokens, two experts, one of each: E (1/2 p + 1/2 (1 - p)) = 1; both layers the same."""
-    import torch
-    import torch_models
-
-    logits = torch.tensor([[0.0, 2.0], [2.0, 0.0], [9.0, -9.0]], dtype=torch.float64)
-    real = torch.tensor([True, True, False])
-    config = {
-        kind: MoeLayerConfig(
-            hidden_size=2,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=1,
-            router_aux_loss=kind,
-            norm_topk_prob=False,
-        )
-        for kind in ("pooled", "per_layer")
-    }
-    even = torch_models.route(config["pooled"], logits, torch.eye(2, dtype=torch.float64), real)
-    p = float(torch.softmax(logits[0], -1)[1])
-    assert even.weights.tolist() == [[pytest.approx(p)], [pytest.approx(p)], [0.0]]
-    skewed = torch_models.route(config["pooled"], logits.abs(), torch.eye(2, dtype=torch.float64), real)
-    one_sided = torch_models.route(
-        config["pooled"], logits[[1, 1, 2]], torch.eye(2, dtype=torch.float64), real
-    )
-    assert torch.equal(skewed.logits, logits.abs())
-    for kind in config:
-        assert float(torch_models.aux_loss(config[kind], [even])) == pytest.approx(1)
-        assert float(torch_models.aux_loss(config[kind], [one_sided])) == pytest.approx(2 * p)
-    # Counts of both layers 3 and 1 of 4, probability sums 1 + 2p and 3 - 2p: pooled is not the mean.
-    pooled = 2 * (3 / 4 * (1 + 2 * p) / 4 + 1 / 4 * (3 - 2 * p) / 4)
-    assert float(torch_models.aux_loss(config["pooled"], [even, one_sided])) == pytest.approx(pooled)
-    mean = (1 + 2 * p) / 2
-    assert float(torch_models.aux_loss(config["per_layer"], [even, one_sided])) == pytest.approx(mean)
-    z = float(torch.logsumexp(logits[0], -1) ** 2)
-    assert float(torch_models.z_loss([even, one_sided])) == pytest.approx(z)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,6 +1,7 @@
 """Training graphs against a live PyTorch implementation: loss, every gradient, five optimizer steps.
 
-Wider than the recorded runs of ``goldens/``: every option of the configs, several seeds.
+Wider than the recorded runs of ``goldens/``: every option of the configs, several seeds, and every
+router with every dispatch (``moe_cases.py``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from golden_cases import Case, tiny_lm
+from moe_cases import CASES as MOE_CASES
 from test_goldens import TOLERANCE, Session, run, run_grad_apply
 
 import moe_onnx
@@ -58,6 +60,14 @@ def compare(case: Case) -> None:
     metrics, gradients, params = run_grad_apply(case, sessions)
     losses = [float(step["loss"]) for step in metrics]
     np.testing.assert_allclose(losses, np.array(want.metrics["loss"], float), rtol=TOLERANCE)
+    counts = ["expert_load"] if case.config.dispatch_mode == "dropless" else ["expert_load", "dropped"]
+    for name in counts:
+        got = np.array([step[name] for step in metrics])
+        np.testing.assert_array_equal(got, np.array([value.numpy() for value in want.metrics[name]]), name)
+    for name in ("aux_loss", "z_loss"):
+        if getattr(case.config, f"router_{name}_coef"):
+            got = [float(step[name]) for step in metrics]
+            np.testing.assert_allclose(got, np.array(want.metrics[name], float), rtol=TOLERANCE)
     largest = max(float(v.abs().max()) for v in want.gradients.values())
     for name, value in want.gradients.items():
         reference = value.numpy()
@@ -75,6 +85,11 @@ def compare(case: Case) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_option(name: str) -> None:
     compare(Case(name, CONFIGS[name], ADAMW, 1e-2, seed=11))
+
+
+@pytest.mark.parametrize("name", MOE_CASES)
+def test_every_router_and_dispatch(name: str) -> None:
+    compare(MOE_CASES[name])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -2,10 +2,12 @@
 
 Written from the definitions, with no part of the package but the config and optimizer dataclasses:
 whatever the training graphs compute has to agree with this, and ``test_torch_models.py`` holds this
-to transformers' own models. Everything runs in the dtype of the parameters, float32 or float64.
+to transformers' own models. Everything runs in the dtype of the parameters, float32 or float64. The
+MoE layer itself is in ``torch_moe.py``.
 
 Parameters are a dict of name to tensor (transformers' names and layouts), a batch is a dict of name to
-integer or floating tensor. What stands at padding positions of ``logits`` means nothing.
+integer or floating tensor; ``router_noise`` and ``expert_load_before`` may be left out of one, for none.
+What stands at padding positions of ``logits`` means nothing.
 """
 
 from __future__ import annotations
@@ -15,108 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch_moe
+from golden_cases import is_trained
 from torch import Tensor
+from torch_moe import SELECTION_BIAS, Config, Tensors, dense_mlp, moe_mlp
 
 from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
 from moe_onnx.build.optimizers import SGD, AdamW
-
-Config = MoeLMConfig | MoeLayerConfig
-Tensors = Mapping[str, Tensor]
-
-
-# --- Experts and their router ---------------------------------------------------------------------
-
-
-@dataclass
-class Routing:
-    """What a router decided: kept for the losses on it."""
-
-    logits: Tensor  # [T, E]
-    experts: Tensor  # [T, K], the largest score first
-    weights: Tensor  # [T, K], 0 on padding
-    real: Tensor  # bool [T]
-    margin: Tensor  # [T], K-th score less the next one; infinite where all experts are chosen
-
-
-def route(config: Config, x: Tensor, gate: Tensor, real: Tensor) -> Routing:
-    logits = x @ gate.T
-    top_k = config.num_experts_per_tok
-    after = config.router_scores == "top_k_then_softmax"
-    scores = logits if after else torch.softmax(logits, -1)
-    # Of equal scores the lower expert wins, which torch.topk does not promise.
-    ranked, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-    weights, experts = ranked[:, :top_k], order[:, :top_k]
-    if after:
-        weights = torch.softmax(weights, -1)
-    elif config.norm_topk_prob:
-        weights = weights / weights.sum(-1, keepdim=True)
-    weights = torch.where(real[:, None], weights, torch.zeros_like(weights))
-    with torch.no_grad():
-        if top_k < config.num_experts:
-            margin = ranked[:, top_k - 1] - ranked[:, top_k]
-        else:
-            margin = torch.full_like(ranked[:, 0], torch.inf)
-    return Routing(logits, experts, weights, real, margin)
-
-
-def expert(config: Config, parameters: Tensors, prefix: str, number: int, x: Tensor) -> Tensor:
-    """One expert on the rows given to it."""
-    if config.expert_activation == "swiglu":
-        gate, up = (x @ parameters[prefix + "experts.gate_up_proj"][number].T).chunk(2, dim=-1)
-        hidden = F.silu(gate) * up
-    else:
-        up = x @ parameters[prefix + "experts.up_proj"][number].T
-        hidden = {"gelu": F.gelu, "relu": F.relu}[config.expert_activation](up)
-    return hidden @ parameters[prefix + "experts.down_proj"][number].T
-
-
-def moe_mlp(
-    config: Config, parameters: Tensors, prefix: str, x: Tensor, real: Tensor
-) -> tuple[Tensor, Routing]:
-    """The weighted sum of each token's experts; ``x`` is ``[T, H]``."""
-    routing = route(config, x, parameters[prefix + "gate.weight"], real)
-    out = torch.zeros_like(x)
-    for number in range(config.num_experts):
-        token, slot = torch.where(routing.experts == number)
-        rows = expert(config, parameters, prefix, number, x[token])
-        out = out.index_add(0, token, rows * routing.weights[token, slot, None])
-    return out, routing
-
-
-def dense_mlp(parameters: Tensors, prefix: str, x: Tensor) -> Tensor:
-    gate = x @ parameters[prefix + "gate_proj.weight"].T
-    up = x @ parameters[prefix + "up_proj.weight"].T
-    return (F.silu(gate) * up) @ parameters[prefix + "down_proj.weight"].T
-
-
-def expert_load(config: Config, routings: Sequence[Routing]) -> Tensor:
-    """Real tokens of each expert, int64 ``[MoE layers, E]``."""
-    loads = [torch.bincount(r.experts[r.real].flatten(), minlength=config.num_experts) for r in routings]
-    return torch.stack(loads) if loads else torch.zeros(0, config.num_experts, dtype=torch.int64)
-
-
-def aux_loss(config: Config, routings: Sequence[Routing]) -> Tensor | float:
-    """Switch load balancing: experts times the sum over experts of (share of choices) (mean probability)."""
-    if not routings:
-        return 0.0
-    counts = expert_load(config, routings)
-    sums = torch.stack([torch.softmax(r.logits, -1)[r.real].sum(0) for r in routings])
-    tokens = torch.stack([r.real.sum() for r in routings])
-    if config.router_aux_loss == "pooled":
-        counts, sums, tokens = (v.sum(0, keepdim=True) for v in (counts, sums, tokens))
-    tokens = tokens.clamp(min=1)[:, None]
-    return (config.num_experts * (counts / tokens * (sums / tokens)).sum(-1)).mean()
-
-
-def z_loss(routings: Sequence[Routing]) -> Tensor | float:
-    """Mean over layers of the mean over real tokens of logsumexp(router logits) squared."""
-    if not routings:
-        return 0.0
-    return torch.stack(
-        [r.logits[r.real].logsumexp(-1).square().sum() / r.real.sum().clamp(min=1) for r in routings]
-    ).mean()
-
 
 # --- Attention ------------------------------------------------------------------------------------
 
@@ -184,31 +91,50 @@ def attention(config: MoeLMConfig, parameters: Tensors, prefix: str, x: Tensor, 
 
 
 def forward(config: Config, parameters: Tensors, batch: Tensors) -> dict[str, Any]:
-    """Losses, logits (a layer: output), expert_load and num_tokens of one batch.
+    """Losses, logits (a layer: output), expert_load, dropped and num_tokens of one batch.
 
     ``aux_loss`` and ``z_loss`` are given whether or not their coefficient is 0. ``num_tokens`` is what
-    the loss is the mean over: positions with a label (a layer: tokens). ``margin``: the smallest
-    distance of a real token's K-th router score from the next one.
+    the loss is the mean over: positions with a label (a layer: tokens). ``kept``: for each MoE layer
+    which pairs have a row, bool ``[T, E]``. ``margin``: the smallest distance that decided anything: of
+    a real token's K-th router score from the next one, of its last group from the next one, and of
+    the last weight an expert kept from the first it dropped.
     """
     if isinstance(config, MoeLayerConfig):
         out = layer(config, parameters, batch)
     else:
         out = language_model(config, parameters, batch)
     routings = out.pop("routings")
-    out["aux_loss"], out["z_loss"] = aux_loss(config, routings), z_loss(routings)
+    out["aux_loss"] = torch_moe.aux_loss(config, routings, batch.get("expert_load_before"))
+    out["z_loss"] = torch_moe.z_loss(routings)
     out["loss"] = (
         out["main_loss"]
         + config.router_aux_loss_coef * out["aux_loss"]
         + config.router_z_loss_coef * out["z_loss"]
     )
-    out["expert_load"] = expert_load(config, routings)
-    out["margin"] = min((r.margin[r.real].min().item() for r in routings if r.real.any()), default=torch.inf)
+    out["expert_load"] = torch_moe.expert_load(config, routings)
+    out["dropped"] = torch_moe.dropped(config, routings)
+    out["kept"] = [r.kept for r in routings]
+    chosen = [r.margin[r.real].min().item() for r in routings if r.real.any()]
+    out["margin"] = min([*chosen, *(r.drop_margin for r in routings)], default=torch.inf)
     return out
+
+
+def moe_prefixes(config: Config) -> list[str]:
+    """What the parameters of each MoE layer begin with, in the order of all that is by layer."""
+    if isinstance(config, MoeLayerConfig):
+        return [""]
+    layers = range(config.num_hidden_layers)
+    return [f"model.layers.{number}.mlp." for number in layers if config.is_moe_layer(number)]
+
+
+def noise_of(batch: Tensors, layer: int) -> Tensor | None:
+    return batch["router_noise"][layer] if "router_noise" in batch else None
 
 
 def layer(config: MoeLayerConfig, parameters: Tensors, batch: Tensors) -> dict[str, Any]:
     x = batch["hidden_states"]
-    output, routing = moe_mlp(config, parameters, "", x, torch.ones(len(x), dtype=torch.bool))
+    real = torch.ones(len(x), dtype=torch.bool)
+    output, routing = moe_mlp(config, parameters, "", x, real, noise=noise_of(batch, 0))
     error = (output - batch["target"]).square().sum() / max(output.numel(), 1)
     return {"main_loss": error, "output": output, "num_tokens": len(x), "routings": [routing]}
 
@@ -225,7 +151,13 @@ def language_model(config: MoeLMConfig, parameters: Tensors, batch: Tensors) -> 
         normed = rms_norm(x, parameters[prefix + "post_attention_layernorm.weight"], config.rms_norm_eps)
         if config.is_moe_layer(number):
             tokens, routing = moe_mlp(
-                config, parameters, prefix + "mlp.", normed.flatten(0, 1), mask.flatten()
+                config,
+                parameters,
+                prefix + "mlp.",
+                normed.flatten(0, 1),
+                mask.flatten(),
+                length=mask.shape[1],
+                noise=noise_of(batch, len(routings)),
             )
             routings.append(routing)
             x = x + tokens.reshape(x.shape)
@@ -260,7 +192,7 @@ class Trained:
     margin: float = torch.inf  # the smallest of all steps
 
 
-METRICS = ("loss", "main_loss", "aux_loss", "z_loss", "num_tokens", "expert_load")
+METRICS = ("loss", "main_loss", "aux_loss", "z_loss", "num_tokens", "expert_load", "dropped")
 
 
 def tensors(arrays: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -273,8 +205,8 @@ def gradients(
     config: Config, parameters: Tensors, batch: Tensors
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """``forward`` and the gradient of its loss by every parameter (zeros for one without influence)."""
-    leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-    out = forward(config, leaves, batch)
+    leaves = {name: value.detach().requires_grad_() for name, value in parameters.items() if is_trained(name)}
+    out = forward(config, {**parameters, **leaves}, batch)
     found = torch.autograd.grad(out["loss"], list(leaves.values()), allow_unused=True, materialize_grads=True)
     return out, dict(zip(leaves, found, strict=True))
 
@@ -308,12 +240,14 @@ def train_steps(
     makes of rounding.
     """
     generator = torch.Generator().manual_seed(0)
-    leaves = {name: torch.nn.Parameter(value) for name, value in tensors(parameters, dtype).items()}
+    values = tensors(parameters, dtype)
+    biases = {name: value for name, value in values.items() if not is_trained(name)}
+    leaves = {name: torch.nn.Parameter(value) for name, value in values.items() if is_trained(name)}
     rates = [lr] * len(batches) if isinstance(lr, (int, float)) else list(lr)
     stepper = torch_optimizer(optimizer, leaves, rates[0])
     result = Trained(metrics={name: [] for name in (*METRICS, "grad_norm")})
     for batch, rate in zip(batches, rates, strict=True):
-        out, found = gradients(config, leaves, tensors(batch, dtype))
+        out, found = gradients(config, {**leaves, **biases}, tensors(batch, dtype))
         if not result.gradients:
             result.gradients = {name: value.clone() for name, value in found.items()}
         for name, leaf in leaves.items():
@@ -326,10 +260,14 @@ def train_steps(
         for group in stepper.param_groups:
             group["lr"] = rate
         stepper.step()
+        if biases:  # by a rule of their own: no optimizer, decay or clipping has to do with them
+            for prefix, load in zip(moe_prefixes(config), out["expert_load"], strict=True):
+                name = prefix + SELECTION_BIAS
+                biases[name] = torch_moe.updated_selection_bias(config, biases[name], load)
         for name in METRICS:
             value = out[name]
             result.metrics[name].append(value.detach().clone() if isinstance(value, Tensor) else value)
         result.metrics["grad_norm"].append(norm)
         result.margin = min(result.margin, out["margin"])
-    result.parameters = {name: leaf.detach() for name, leaf in leaves.items()}
+    result.parameters = {name: value.detach() for name, value in {**leaves, **biases}.items()}
     return result

@@ -5,7 +5,8 @@
 
 A file holds, for each step (first dimension), ``loss``, ``main_loss`` (lm_loss; a layer: the mean
 squared error), ``aux_loss`` and ``z_loss`` (of any coefficient, also 0), ``grad_norm`` (before
-clipping), ``num_tokens`` (what the main loss is the mean over) and ``expert_load``; then
+clipping), ``num_tokens`` (what the main loss is the mean over), ``expert_load`` and, where tokens can
+be, ``dropped``; then
 ``grad/<parameter>``, the gradients of the first step before clipping, and ``final/<parameter>``, the
 parameters after the last step. ``logits`` (a layer: ``output``) are those of the first batch before
 any step, zero at padding, where they mean nothing.
@@ -42,6 +43,8 @@ def record(case: Case, dtype: torch.dtype = torch.float64, noise: float = 0.0) -
     first = torch_models.tensors(batches[0], dtype)
     out = torch_models.forward(case.config, torch_models.tensors(parameters, dtype), first)
     found = {name: np.array([np.asarray(v) for v in values]) for name, values in run.metrics.items()}
+    if case.config.dispatch_mode == "dropless":
+        del found["dropped"]
     if "logits" in out:
         found["logits"] = (out["logits"] * first["attention_mask"][..., None]).numpy()
     else:
