@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
+import pytest
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
@@ -32,17 +33,12 @@ BODY_ROUTES = ("body_plain", "body")
 def all_of(name: str, values: Iterable[Any]) -> Callable[[Any], Any]:
     """One test of all values of an argument: a test of its own for each would take longer than the value.
 
-    A failure says which value it was.
+    Every value is tried, and the failure says which were wrong.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         def run_all(**arguments: Any) -> None:
-            for value in values:
-                try:
-                    test(**arguments, **{name: value})
-                except BaseException as error:
-                    error.add_note(f"with {name} = {value!r}")
-                    raise
+            try_all(values, lambda value: test(**arguments, **{name: value}))
 
         signature = inspect.signature(test)
         rest = [parameter for parameter in signature.parameters.values() if parameter.name != name]
@@ -52,6 +48,19 @@ def all_of(name: str, values: Iterable[Any]) -> Callable[[Any], Any]:
         return run_all
 
     return decorate
+
+
+def try_all(values: Iterable[Any], test: Callable[[Any], None], name: Callable[[Any], str] = repr) -> None:
+    """Call ``test`` with each value; raise the first failure, with a note on all that failed."""
+    failed: list[tuple[str, BaseException]] = []
+    for value in values:
+        try:
+            test(value)
+        except (Exception, pytest.fail.Exception) as error:
+            failed.append((name(value), error))
+    if failed:
+        failed[0][1].add_note(f"failed: {', '.join(value for value, _ in failed)}")
+        raise failed[0][1]
 
 
 def has_route(op: str, route: str) -> bool:

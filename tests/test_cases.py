@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from routes import BODY_ROUTES, ROUTES, has_route, run
+from routes import BODY_ROUTES, ROUTES, has_route, run, try_all
 
 from moe_onnx import errors
 from moe_onnx.operators import BY_NAME
@@ -48,16 +48,24 @@ def arguments(op: str, case: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]
     return inputs, case.get("attributes", {})
 
 
-def params(*routes: str, error: bool) -> list[Any]:
-    return [
-        pytest.param(op, case, route, id=f"{op}-{case['name']}-{route}")
-        for op, case in CASES
-        for route in routes
-        if ("error" in case) == error
-        and has_route(op, route)
-        and not (error and route in BODY_ROUTES and is_duplicate(op, case))
-        and not (route == "evaluator" and lacks_required(op, case))
-    ]
+def each(*routes: str, error: bool) -> Any:
+    """A test for each operator and route, of all its hand cases: ``call(op, case, route)``."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for op, case in CASES:
+        for route in routes:
+            if (
+                ("error" in case) == error
+                and has_route(op, route)
+                and not (error and route in BODY_ROUTES and is_duplicate(op, case))
+                and not (route == "evaluator" and lacks_required(op, case))
+            ):
+                found.setdefault((op, route), []).append(case)
+    groups = [pytest.param(*key, cases, id="-".join(key)) for key, cases in found.items()]
+    return pytest.mark.parametrize(("op", "route", "cases"), groups)
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return str(case["name"])
 
 
 def lacks_required(op: str, case: dict[str, Any]) -> bool:
@@ -82,8 +90,12 @@ def is_duplicate(op: str, case: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize(("op", "case", "route"), params(*ROUTES, error=False))
-def test_case(op: str, case: dict[str, Any], route: str) -> None:
+@each(*ROUTES, error=False)
+def test_right_calls(op: str, route: str, cases: list[dict[str, Any]]) -> None:
+    try_all(cases, lambda case: check_case(op, case, route), name_of)
+
+
+def check_case(op: str, case: dict[str, Any], route: str) -> None:
     inputs, attributes = arguments(op, case)
     outputs = run(op, route, inputs, attributes)
     for arg, got in zip(BY_NAME[op].outputs, outputs, strict=True):
@@ -96,19 +108,25 @@ def test_case(op: str, case: dict[str, Any], route: str) -> None:
         np.testing.assert_array_equal(got.astype(np.float64), want.astype(np.float64), case["why"])
 
 
-@pytest.mark.parametrize(("op", "case", "route"), params("reference", "kernel", "evaluator", error=True))
-def test_error_in_python(op: str, case: dict[str, Any], route: str) -> None:
+@each("reference", "kernel", "evaluator", error=True)
+def test_errors_in_python(op: str, route: str, cases: list[dict[str, Any]]) -> None:
+    try_all(cases, lambda case: check_python(op, case, route), name_of)
+
+
+def check_python(op: str, case: dict[str, Any], route: str) -> None:
     inputs, attributes = arguments(op, case)
     with pytest.raises(getattr(errors, case["error"]["class"])) as caught:
         run(op, route, inputs, attributes)
     check_error(op, case, inputs, caught.value)
 
 
-@pytest.mark.parametrize(
-    ("op", "case"), [pytest.param(*p.values[:2], id=p.id) for p in params("python", error=True)]
-)
-def test_error_in_a_session(op: str, case: dict[str, Any]) -> None:
+@each("python", error=True)
+def test_errors_in_a_session(op: str, route: str, cases: list[dict[str, Any]]) -> None:
     """Through onnxruntime an op's error is the same error, with the node's name."""
+    try_all(cases, lambda case: check_session(op, case), name_of)
+
+
+def check_session(op: str, case: dict[str, Any]) -> None:
     inputs, attributes = arguments(op, case)
     kind = case["error"]["class"]
     with pytest.raises(getattr(errors, kind)) as caught:
@@ -117,9 +135,13 @@ def test_error_in_a_session(op: str, case: dict[str, Any]) -> None:
     assert "'the_node'" in str(caught.value)
 
 
-@pytest.mark.parametrize(("op", "case", "route"), params(*BODY_ROUTES, error=True))
-def test_error_in_a_body(op: str, case: dict[str, Any], route: str) -> None:
+@each(*BODY_ROUTES, error=True)
+def test_errors_in_a_body(op: str, route: str, cases: list[dict[str, Any]]) -> None:
     """A body fails the run, or its session; where it names the rule, the session says so."""
+    try_all(cases, lambda case: check_body(op, case, route), name_of)
+
+
+def check_body(op: str, case: dict[str, Any], route: str) -> None:
     inputs, attributes = arguments(op, case)
     with pytest.raises(Exception) as caught:  # noqa: PT011 (onnxruntime's errors have no base)
         run(op, route, inputs, attributes)

@@ -204,7 +204,8 @@ def test_runs_are_fit_to_compare_with(name: str) -> None:
     assert all(value.any() for value in gradients.values())
     assert all(value.all() for key, value in parameters.items() if not is_trained(key))
 
-    check_gradients(case, seeds=1)
+    if name in list(CASES)[::6]:  # one of each kind: this takes longer than all the rest
+        check_gradients(case, seeds=1)
 
     exact, single = (
         torch_models.train_steps(config, case.optimizer, arrays, case.batches(), case.lr, dtype)

@@ -25,6 +25,8 @@ from torch_moe import SELECTION_BIAS, Config, Tensors, dense_mlp, moe_mlp
 from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
 from moe_onnx.build.optimizers import SGD, AdamW
 
+torch.set_num_threads(1)  # tests run side by side, on tensors that are too small to share
+
 # --- Attention ------------------------------------------------------------------------------------
 
 
