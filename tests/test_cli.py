@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tomllib
+import zlib
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -23,6 +26,7 @@ from moe_onnx.build.presets import PRESETS
 from moe_onnx.build.recipe import recipe_from_dict
 from moe_onnx.cli import main
 from moe_onnx.cli.curve import write_curve
+from moe_onnx.cli.heatmap import write_heatmap
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--layers", "1", "--hidden-size", "8", "--heads", "2", "--experts", "4", "--expert-size", "8"]
@@ -223,3 +227,74 @@ def test_every_curve_is_a_picture(losses: list[float], tmp_path: Path) -> None:
     path = write_curve(tmp_path / "a.svg", list(enumerate(losses, 1)), [(1, 2.0)], "a < b & c")
     assert "nan" not in path.read_text()
     assert next(iter(ElementTree.parse(path).getroot())).text == "a < b & c"
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "manifest.json").read_text())["config"]
+    return config
+
+
+def test_options_of_routers_and_dispatches(tmp_path: Path) -> None:
+    router = ["--router", "sigmoid", "--aux-loss", "sequence", "--dispatch", "routing_map"]
+    limit = ["--capacity-factor", 1.1, "--set", "tokens_per_batch=30", "--drop-policy", "position"]
+    output = run("export", *SMALL, *router, *limit, "--assembly", "eval", "-o", tmp_path / "a").output
+    assert "17 rows of each expert" in output
+    config = config_of(tmp_path / "a")
+    assert config["router_scores"] == "sigmoid" and config["router_aux_loss"] == "sequence"
+    assert (config["dispatch"], config["dispatch_mode"]) == ("routing_map", "drop_pad")
+    assert (config["token_drop_policy"], config["capacity_factor"]) == ("position", 1.1)
+    run("export", *SMALL, "--active-num", 9, "--assembly", "eval", "-o", tmp_path / "b")
+    assert config_of(tmp_path / "b")["dispatch_mode"] == "active"
+    # What is said here replaces what a recipe says of its limit.
+    preset = ["export", "--config", "tiny_capacity_lm", "--assembly", "eval", "-o", tmp_path / "c"]
+    for words, mode in (
+        (["--dispatch-mode", "dropless"], "dropless"),
+        (["--expert-capacity", 16], "drop_pad"),
+    ):
+        run(*preset, *words)
+        assert config_of(tmp_path / "c")["dispatch_mode"] == mode
+    output = run("export", *SMALL, "--capacity-factor", 1.5, "-o", tmp_path / "d", code=2).output
+    assert "tokens_per_batch" in output
+
+
+def test_a_run_with_a_capacity_and_little_text(tmp_path: Path) -> None:
+    """Its evaluation has fewer sequences than a batch: filled up, they are no smaller than the capacity."""
+    text = tmp_path / "text"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 12)
+    how = [
+        "--capacity-factor",
+        2,
+        "--batch-size",
+        8,
+        "--sequence-length",
+        32,
+        "--steps",
+        4,
+        "--eval-every",
+        2,
+    ]
+    out = tmp_path / "run"
+    run("train", *SMALL, "--kv-heads", 1, *how, "--text", text, "-o", out)
+    found = rows(out)
+    assert [row["step"] for row in found if "eval_loss" in row] == [2, 4]
+    assert all(len(row["dropped"]) == 1 for row in found)
+    ElementTree.parse(out / "expert_load.svg")
+
+
+def test_the_heatmap_shows_the_load(tmp_path: Path) -> None:
+    """A pixel for each expert and step: blue where nothing is, white at the mean, red at twice as much."""
+    loads = [(step, [[0, 4, 8], [4, 4, 4]]) for step in (1, 2)]
+    path = write_heatmap(tmp_path / "load.svg", loads)
+    text = path.read_text()
+    ElementTree.fromstring(text)
+    panels = []
+    for data in re.findall(r'base64,([^"]+)', text):
+        png = base64.b64decode(data)
+        assert png.startswith(b"\x89PNG") and png[16:24] == (2).to_bytes(4, "big") + (3).to_bytes(4, "big")
+        start = png.index(b"IDAT") + 4
+        lines = zlib.decompress(png[start : start + int.from_bytes(png[start - 8 : start - 4], "big")])
+        panels.append(np.frombuffer(lines, np.uint8).reshape(3, 7)[:, 1:].reshape(3, 2, 3).tolist())
+    blue, white, red = [37, 99, 201], [250, 250, 250], [201, 76, 37]
+    assert panels == [[[blue] * 2, [white] * 2, [red] * 2], [[white] * 2] * 3]
+    many = [(step, np.ones((48, 128), int).tolist()) for step in range(1000)]
+    assert write_heatmap(path, many).stat().st_size < 1e6

@@ -29,8 +29,8 @@ def run_grad_apply(case: Case, sessions: dict[str, Session]) -> tuple[list[Array
         first = first or grads
         metrics.append(out)
         hyper = {"lr": np.float32(case.lr), "step": np.int64(number), "grad_norm": out["grad_norm"]}
-        signs = {name: value for name, value in out.items() if name.endswith(".load_sign")}
-        feed = {**params, **state, **grads, **signs, **hyper}
+        excesses = {name: value for name, value in out.items() if name.endswith(".load_excess")}
+        feed = {**params, **state, **grads, **excesses, **hyper}
         params, state = updated(run(sessions["apply"], feed), params, state)
     return metrics, first, params
 

@@ -471,7 +471,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"capacity_factor": 1.0}, "'capacity_factor' must be None with dispatch_mode 'dropless'"),
     ({"dispatch_mode": "drop_pad"}, "'expert_capacity' must be given"),
     ({"dispatch_mode": "drop_pad", "expert_capacity": 0}, "'expert_capacity' must be an integer >= 1"),
-    ({"dispatch_mode": "drop_pad", "expert_capacity": 1, "capacity_factor": 1.0}, "one of them"),
+    (
+        {"dispatch_mode": "drop_pad", "expert_capacity": 1, "capacity_factor": 1.0},
+        "None beside capacity_factor",
+    ),
+    ({"dispatch_mode": "drop_pad", "expert_capacity": 2**29}, r"below 2\^31"),
+    ({"dispatch_mode": "active", "active_num": 2**31}, r"below 2\^31"),
+    ({"tokens_per_batch": 8}, "'tokens_per_batch' must be None with dispatch_mode 'dropless'"),
     ({"dispatch_mode": "drop_pad", "capacity_factor": 1.0}, "'tokens_per_batch' must be given"),
     (
         {"dispatch_mode": "drop_pad", "capacity_factor": 0.0, "tokens_per_batch": 8},
@@ -494,3 +500,42 @@ def test_the_capacity_is_a_share_rounded_up() -> None:
         return layer(dispatch_mode="drop_pad", capacity_factor=factor, tokens_per_batch=tokens).capacity
 
     assert [capacity(1.0, 12), capacity(1.0, 13), capacity(1.25, 12), capacity(99.0, 12)] == [4, 5, 5, 12]
+    assert [capacity(1.1, 30), capacity(1e308, 12)] == [11, 12]  # not the float above 11, no overflow
+
+
+def test_the_excess_of_the_parts_of_a_batch_adds_up() -> None:
+    """As gradients do: accumulated over parts it balances as the whole batch would."""
+    config = layer(router_scores="sigmoid", router_selection_bias=True)
+    session, feed = opened(config), layer_feed(config, tokens=24)
+    name = "gate.e_score_correction_bias.load_excess"
+    whole = run(session, feed)
+    parts = [
+        run(session, {**feed, **{n: feed[n][i : i + 6] for n in ("hidden_states", "target")}})
+        for i in range(0, 24, 6)
+    ]
+    np.testing.assert_array_equal(sum(part[name] for part in parts), whole[name])
+    load = whole["expert_load"][0]
+    np.testing.assert_array_equal(np.sign(whole[name]), np.sign(load - load.mean()))
+
+
+def test_a_bias_can_choose_an_expert_without_a_score() -> None:
+    """Its weight is 0, not 0 / 0."""
+    config = layer(num_experts_per_tok=1, router_selection_bias=True)
+    feed = layer_feed(config)
+    feed["hidden_states"] = np.abs(feed["hidden_states"]) + np.float32(0.5)
+    feed["gate.weight"][:] = np.float32([[200], [0], [0], [0], [0], [0]])
+    feed["gate.e_score_correction_bias"][:] = [-2, 0, 0, 0, 0, 0]
+    out = run(opened(config, "forward"), {n: v for n, v in feed.items() if n != "target"})
+    assert not out["output"].any()
+
+
+def test_a_model_without_experts_has_no_limit() -> None:
+    options = {
+        "dispatch_mode": "drop_pad",
+        "expert_capacity": 100,
+        "num_hidden_layers": 1,
+        "mlp_only_layers": (0,),
+    }
+    config = lm(**options, router_aux_loss="global", noisy_top_k=True, router_selection_bias=True)
+    session = moe_onnx.TrainingSession(moe_onnx.build_training_graph(config))
+    session.step(lm_batch(config, 1, 3))

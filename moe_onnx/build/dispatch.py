@@ -171,8 +171,7 @@ def _by_map(
     e: Emitter, x: ir.Value, routing: Routing, mask: ir.Value | None, config: MoeOptions
 ) -> Dispatched:
     """By the routing map, with the weights of the rows as a second output."""
-    padded, dropped = config.dispatch_mode == "drop_pad", None
-    chosen, rows_dim = routing.routing_map, "rows"
+    padded, dropped, chosen = config.dispatch_mode == "drop_pad", None, routing.routing_map
     if padded and config.token_drop_policy == "probs":
         chosen = _kept(e, routing, mask, config)
     elif padded and mask is not None:
@@ -193,12 +192,11 @@ def _by_map(
     if padded:
         used = e.op("ReduceSum", e.op("Min", counts, e.constant(config.capacity)), keepdims=1)
         dropped = e.op("Sub", _pairs(e, routing, mask), used)
-    for value in (rows, sorted_indices):
-        shaped(value, rows_dim, *([config.hidden_size] if value is rows else []))
+    shaped(sorted_indices, "rows")
     return Dispatched(
-        rows,
+        shaped(rows, "rows", config.hidden_size),
         config.capacity if padded else e.op("Cast", counts, to=ir.DataType.INT32),
-        e.op("Unsqueeze", shaped(weights, rows_dim), e.constant([1])) if in_experts else None,
+        e.op("Unsqueeze", shaped(weights, "rows"), e.constant([1])) if in_experts else None,
         lambda done: _unpermute(e, done, sorted_indices, routing, config, chosen=chosen, padded=padded),
         dropped,
     )

@@ -102,7 +102,7 @@ def _grouped(
     name, width = first_projection(config)
     sizes, weights = dispatched.group_sizes(e, config.num_experts), dispatched.weights
     biases = [params.get(f"{prefix}{n}_bias") for n in (name, "down_proj")]
-    expert = _expert_of_row(e, sizes, dispatched.rows) if config.expert_bias else None
+    expert = _expert_of_row(e, dispatched) if config.expert_bias else None
 
     def product(what: str, x: ir.Value, out: int) -> ir.Value:
         weight = params[f"{prefix}{name if what == 'up' else 'down_proj'}"]
@@ -122,10 +122,13 @@ def _grouped(
     return e.op("Add", y, bias if weights is None else e.op("Mul", weights, bias))
 
 
-def _expert_of_row(e: Emitter, sizes: ir.Value, rows: ir.Value) -> ir.Value:
-    """The expert of each row, int64: how many experts' rows have ended before it."""
-    end = e.op("CumSum", e.op("Cast", sizes, to=ir.DataType.INT64), e.constant(np.int64(0)))
-    length = e.op("Squeeze", e.op("Shape", rows, end=1))
-    row = e.op("Unsqueeze", e.op("Range", e.constant(0), length, e.constant(1)), e.constant([1]))
-    ended = e.op("GreaterOrEqual", row, end)
+def _expert_of_row(e: Emitter, dispatched: Dispatched) -> ir.Value:
+    """The expert of each row, int64."""
+    length = e.op("Squeeze", e.op("Shape", dispatched.rows, end=1))
+    row = e.op("Range", e.constant(0), length, e.constant(1))
+    if isinstance(dispatched.sizes, int):
+        return e.op("Div", row, e.constant(dispatched.sizes))
+    # How many experts' rows have ended before it.
+    end = e.op("CumSum", e.op("Cast", dispatched.sizes, to=ir.DataType.INT64), e.constant(np.int64(0)))
+    ended = e.op("GreaterOrEqual", e.op("Unsqueeze", row, e.constant([1])), end)
     return e.op("ReduceSum", e.op("Cast", ended, to=ir.DataType.INT64), e.constant([1]), keepdims=0)

@@ -35,6 +35,7 @@ class Forward:
     output_shape: Dims
     loss: ir.Value | None = None
     metrics: dict[str, tuple[ir.Value, str, Dims]] = field(default_factory=dict)  # value, dtype, shape
+    loads: list[ir.Value] = field(default_factory=list)  # of each layer with experts, int64 [E]
 
 
 def batch_inputs(
@@ -164,7 +165,7 @@ def _total(
     """The weighted sum of all losses, and the metrics."""
     terms = [(1.0, main[1])]
     metrics = {main[0]: main[1]}
-    loads = [tokens_per_expert(e, routing, mask) for routing in routings]
+    loads = done.loads = [tokens_per_expert(e, routing, mask) for routing in routings]
     if routings and config.router_aux_loss_coef:
         aux = load_balancing_loss(
             e,

@@ -96,7 +96,8 @@ def load_balancing_loss(
     """
     zero, kind, experts = e.constant(np.float32(0)), config.router_aux_loss, config.num_experts
     probs = [r.probs if mask is None else e.op("Where", mask, r.probs, zero) for r in routings]
-    if sequences is not None and kind == "sequence":
+    if kind == "sequence":
+        assert sequences is not None
         losses = [
             _of_sequences(e, r, p, mask, sequences, config) for r, p in zip(routings, probs, strict=True)
         ]
@@ -108,7 +109,8 @@ def load_balancing_loss(
     if kind == "pooled":
         n = e.op("Mul", n, e.like(len(routings), n))
         shares, sums = [e.op("Div", _sum(e, counts), n)], [_sum(e, sums)]
-    if kind == "global" and loads_before is not None:
+    if kind == "global":
+        assert loads_before is not None
         for i, load in enumerate(loads):
             before = e.op("Gather", loads_before, e.constant(i), axis=0)
             every = e.op("Add", before, load)
@@ -165,7 +167,7 @@ def nan_logits(e: Emitter, routings: Sequence[Routing], mask: ir.Value | None) -
         bad = e.op("IsNaN", routing.logits)
         bad = bad if mask is None else e.op("And", bad, mask)
         found.append(e.op("ReduceSum", e.op("Cast", bad, to=ir.DataType.INT64), keepdims=0))
-    return _sum(e, found, integer=True)
+    return _sum(e, found)
 
 
 def weighted_sum(e: Emitter, losses: Sequence[tuple[float, ir.Value]]) -> ir.Value:
@@ -174,10 +176,12 @@ def weighted_sum(e: Emitter, losses: Sequence[tuple[float, ir.Value]]) -> ir.Val
     return _sum(e, parts)
 
 
-def _sum(e: Emitter, values: Sequence[ir.Value], *, integer: bool = False) -> ir.Value:
-    if not integer:
-        return values[0] if len(values) == 1 else e.op("Sum", *values)
-    total = values[0]  # onnxruntime has Sum for floats only
+def _sum(e: Emitter, values: Sequence[ir.Value]) -> ir.Value:
+    if len(values) == 1:
+        return values[0]
+    if values[0].dtype != ir.DataType.INT64:
+        return e.op("Sum", *values)
+    total = values[0]  # onnx has Sum for floats only
     for value in values[1:]:
         total = e.op("Add", total, value)
     return total

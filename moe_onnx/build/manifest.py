@@ -48,7 +48,7 @@ class ParameterInfo:
     """A parameter: how it starts, whether it decays, and what its companions are called.
 
     One that is not ``trained`` (a router's selection bias) has no state, and its ``gradient`` is what its
-    update takes instead: by sign, which experts had more tokens than the mean.
+    update takes instead: how many tokens experts had above the mean.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Manifest:
 
     @property
     def num_parameters(self) -> int:
-        """Number of trained elements."""
+        """Number of elements of all parameters."""
         return sum(parameter.size for parameter in self.parameters)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any, Self
 
 from moe_onnx.build.options import Options
@@ -18,6 +19,7 @@ WEIGHT_PLACES = ("combine", "experts")
 AUX_LOSSES = ("pooled", "per_layer", "sequence", "global")
 EXPERT_ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu", "gelu", "relu")
 GATED = ("swiglu", "geglu", "clamped_swiglu")
+MAX_ROWS = 2**31
 MAX_TOP_K = 512  # of MoeTokenUnpermuteWithRoutingMapGrad
 
 
@@ -63,12 +65,15 @@ class MoeOptions(Options):
             (DeepSeek-V3); ``"max"``: the largest (DeepSeek-V2).
         noisy_top_k: Whether training adds ``noise softplus(x gate.noise.weight^T)`` to the logits
             (Shazeer et al. 2017), noise being the graph input ``router_noise`` ``[layers, T, E]``, which
-            ``TrainingSession`` draws anew for each update. Evaluation adds nothing.
-        router_noise_seed: Of that noise, with the number of the update.
+            ``TrainingSession`` draws anew for each update. All losses see the noisy logits; the graphs
+            ``eval`` and ``forward`` have no noise. With it, padding changes what is drawn for whom.
+        router_noise_seed: Of that noise, with the number of the update; other seeds do not change it.
         router_weights_on: ``"combine"``: the combine weighs what experts give; ``"experts"``: experts
             weigh their hidden activations, and their last bias, and the combine only adds.
         dispatch: ``"init_routing"`` (MoeInitRoutingV2) or ``"routing_map"``
-            (MoeTokenPermuteWithRoutingMap).
+            (MoeTokenPermuteWithRoutingMap). In the mode ``"drop_pad"`` the latter fills free rows with
+            other tokens at weight 0, as the operator defines it: if an expert makes infinity of one, the
+            product with 0 is NaN. The former leaves free rows out.
         dispatch_mode: ``"dropless"``; ``"active"`` (init_routing only): of all rows, ordered by expert,
             the first ``active_num`` are kept; ``"drop_pad"``: every expert has exactly C rows. A token
             without a row at an expert gets nothing from it: 0, no renormalisation.
@@ -184,21 +189,26 @@ class MoeOptions(Options):
             raise self.refuse(
                 "active_num", f"{'> 0' if mode == 'active' else '0'} with dispatch_mode '{mode}'"
             )
+        if self.active_num >= MAX_ROWS:
+            raise self.refuse("active_num", "below 2^31, as int32 names rows")
         if mode != "drop_pad":
-            for name in ("expert_capacity", "capacity_factor"):
+            for name in ("expert_capacity", "capacity_factor", "tokens_per_batch"):
                 if getattr(self, name) is not None:
                     raise self.refuse(name, f"None with dispatch_mode '{mode}'", "Or take 'drop_pad'.")
             return
-        if (self.expert_capacity is None) == (self.capacity_factor is None):
-            raise self.refuse(
-                "expert_capacity", "given with dispatch_mode 'drop_pad', or capacity_factor, one of them"
-            )
+        if self.expert_capacity is None and self.capacity_factor is None:
+            raise self.refuse("expert_capacity", "given with dispatch_mode 'drop_pad'", "Or capacity_factor.")
+        if self.expert_capacity is not None and self.capacity_factor is not None:
+            raise self.refuse("expert_capacity", "None beside capacity_factor")
         if self.capacity_factor is not None and self.tokens_per_batch is None:
             raise self.refuse("tokens_per_batch", "given with capacity_factor, which is a share of it")
         if None not in (self.expert_capacity, self.tokens_per_batch) and self.capacity > (
             self.tokens_per_batch or 0
         ):
             raise self.refuse("expert_capacity", f"at most tokens_per_batch ({self.tokens_per_batch})")
+        if self.num_experts * self.capacity >= MAX_ROWS:
+            name = "expert_capacity" if self.expert_capacity is not None else "capacity_factor"
+            raise self.refuse(name, "so small that num_experts * C is below 2^31, as int32 names rows")
 
     @property
     def capacity(self) -> int:
@@ -208,7 +218,9 @@ class MoeOptions(Options):
         if self.expert_capacity is not None:
             return self.expert_capacity
         assert self.capacity_factor is not None and self.tokens_per_batch is not None
-        share = self.capacity_factor * self.tokens_per_batch * self.num_experts_per_tok / self.num_experts
+        # As written: 1.1 of 10 rows are 11, and the next float above 1.1 would make 12 of them.
+        factor = Fraction(str(self.capacity_factor))
+        share = factor * self.tokens_per_batch * self.num_experts_per_tok / self.num_experts
         return min(math.ceil(share), self.tokens_per_batch)
 
     @property

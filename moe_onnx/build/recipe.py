@@ -64,7 +64,7 @@ def recipe_from_dict(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     """The recipe of the tables ``model``, ``optimizer`` and ``training``; ``kind`` names the classes.
 
     A mapping without any of these tables is taken as the table ``model``. A ``capacity_factor`` without
-    ``tokens_per_batch`` is one of the batches of the table ``training``.
+    ``tokens_per_batch`` is one of the batches of the table ``training``, where there is one.
 
     Raises:
         ConfigError: If a table, kind or field is unknown, or a value illegal.
@@ -81,7 +81,7 @@ def recipe_from_dict(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
         raise ConfigError(f"{where}: 'kind' of the model must be one of {', '.join(CONFIGS)}, got {kind!r}.")
     optimizer = {"kind": "AdamW", **data.get("optimizer", {})}
     schedule = Schedule(**data.get("training", {}))
-    if model.get("capacity_factor") is not None and model.get("tokens_per_batch") is None:
+    if data.get("training") and model.get("capacity_factor") and model.get("tokens_per_batch") is None:
         model["tokens_per_batch"] = schedule.batch_size * schedule.sequence_length
     return Recipe(CONFIGS[kind].from_dict(model), optimizer_from_dict(optimizer), schedule)
 

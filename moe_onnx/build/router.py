@@ -112,7 +112,8 @@ def _weights(
         weights = e.op("Softmax", e.op("Where", routing_map, logits, lowest), axis=-1)
     else:
         weights = e.op("Where", routing_map, scores, e.constant(np.float32(0)))
-        if config.norm_topk_prob and config.router_scores == "sigmoid":
+        # A bias can choose experts whose scores are all 0.
+        if config.norm_topk_prob and (config.router_scores == "sigmoid" or config.router_selection_bias):
             weights = e.op("Div", weights, _sum_of_scores(e, weights))
         elif config.norm_topk_prob:
             weights = e.op("Div", weights, e.op("ReduceSum", weights, e.constant([1]), keepdims=1))

@@ -19,17 +19,23 @@ from moe_onnx.autodiff.graphs import infer, to_model
 from moe_onnx.autodiff.reverse import add_gradients
 from moe_onnx.build import manifest as manifests
 from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
-from moe_onnx.build.forward import Forward, batch_inputs, forward
+from moe_onnx.build.forward import Forward, batch_inputs, forward, moe_layers
 from moe_onnx.build.manifest import GraphInfo, Manifest, ParameterInfo, StateInfo
 from moe_onnx.build.optimizers import AdamW, Optimizer, state_names
 from moe_onnx.build.parameters import Parameter, parameters_of
-from moe_onnx.build.update import Scalars, balance, clip_factor, global_norm, load_signs, update
+from moe_onnx.build.update import Scalars, balance, clip_factor, global_norm, load_excess, update
 from moe_onnx.errors import ConfigError, ModelError
 from moe_onnx.spec import DOMAIN, PACKAGE_VERSION, VERSION
 
 ASSEMBLIES = ("step", "grad", "apply", "eval", "forward")
 # What the oldest supported onnxruntime loads, whatever the installed onnx would write.
 OPSET, IR_VERSION = 21, 10
+
+_DOC = (
+    "Routers: equal scores go to the lower expert. A router logit that is NaN ranks first and makes the loss "
+    "NaN; where the dispatch may drop its token, the metric nan_router_logits counts it. Whoever trains has "
+    "to look at both before an update, as moe_onnx.TrainingSession does."
+)
 
 Config = MoeLayerConfig | MoeLMConfig
 
@@ -119,12 +125,13 @@ def build_training_graph(
         assembly: Which graphs, joined by ``+``:
 
             - ``step``: batch, parameters, state, lr, step -> metrics, updated parameters and state.
-              A router's selection bias is a parameter without a gradient; its update is in here.
             - ``grad``: batch, parameters -> metrics, gradients and their global norm.
             - ``apply``: parameters, gradients, state, lr, step, grad_norm -> updated parameters and
               state; elementwise, so that outputs may be bound to the memory of their inputs.
             - ``eval``: batch, parameters -> metrics.
             - ``forward``: batch without labels, parameters -> logits, or a layer's output.
+            A router's selection bias is a parameter without a gradient: ``grad`` gives and ``apply`` takes
+            its ``load_excess`` instead, which like gradients adds up over the parts of a batch.
         optimizer: :class:`AdamW` (the default) or :class:`SGD`.
 
     Returns:
@@ -166,7 +173,7 @@ class _Draft:
 
     def __init__(self, name: str, config: Config, optimizer: Optimizer, params: list[Parameter]) -> None:
         imports = {"": OPSET, DOMAIN: VERSION}
-        graph = ir.Graph([], [], nodes=[], opset_imports=imports, name=name)
+        graph = ir.Graph([], [], nodes=[], opset_imports=imports, name=name, doc_string=_DOC)
         self.ir_model = ir.Model(graph, ir_version=IR_VERSION, producer_name="moe_onnx")
         self.e = Emitter(graph)
         self.config, self.optimizer, self.params = config, optimizer, params
@@ -216,9 +223,11 @@ class _Draft:
         with self.e.scope("grad_norm"):
             norm = global_norm(self.e, gradients, [param.shape for param in trained])
         changes = {param.name: gradient for param, gradient in zip(trained, gradients, strict=True)}
-        with self.e.scope("load_sign"):
-            biases = [param.name for param in self.params if not param.trained]
-            changes |= dict(zip(biases, load_signs(self.e, done, len(biases)), strict=True))
+        biases = [param.name for param in self.params if not param.trained]
+        if biases:  # one for each layer with experts
+            with self.e.scope("load_excess"):
+                excesses = [load_excess(self.e, load) for load in done.loads]
+            changes |= dict(zip(biases, excesses, strict=True))
         self._metrics(done)
         self._output(norm, "grad_norm", "float32", (), "metric")
         return [changes[param.name] for param in self.params], norm
@@ -313,8 +322,9 @@ def _manifest(
         dispatch={
             "kind": config.dispatch,
             "mode": config.dispatch_mode,
-            "expert_capacity": config.capacity,
-            "active_num": config.active_num,
+            # Without experts a batch may be of any size.
+            "expert_capacity": config.capacity if moe_layers(config) else 0,
+            "active_num": config.active_num if moe_layers(config) else 0,
         },
         versions={"moe_onnx": PACKAGE_VERSION},
         opset={"": OPSET, DOMAIN: VERSION},
@@ -327,7 +337,7 @@ def _states(param: Parameter, optimizer: Optimizer) -> tuple[str, ...]:
 
 
 def _gradient(param: Parameter) -> str:
-    return f"{param.name}.{'grad' if param.trained else 'load_sign'}"
+    return f"{param.name}.{'grad' if param.trained else 'load_excess'}"
 
 
 def _updated(param: Parameter) -> str:

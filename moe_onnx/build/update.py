@@ -9,7 +9,6 @@ import numpy as np
 import onnx_ir as ir
 
 from moe_onnx.autodiff.emitter import Emitter
-from moe_onnx.build.forward import Forward
 from moe_onnx.build.layers import exact_sum
 from moe_onnx.build.optimizers import SGD, AdamW, Optimizer
 
@@ -47,21 +46,20 @@ def clip_factor(e: Emitter, norm: ir.Value, optimizer: Optimizer) -> ir.Value | 
     return e.op("Min", one, e.op("Div", limit, e.op("Add", norm, e.constant(np.float32(1e-6)))))
 
 
-def load_signs(e: Emitter, done: Forward, layers: int) -> list[ir.Value]:
-    """For each MoE layer, float32 ``[E]``: 1 at experts with more tokens than the mean, -1 with fewer."""
-    signs = []
-    for layer in range(layers):
-        load = e.op("Gather", done.metrics["expert_load"][0], e.constant(layer), axis=0)
-        total = e.op("ReduceSum", load, e.constant([0]), keepdims=1)
-        # In integers, so that the mean has no rounding.
-        above = e.op("Sub", e.op("Mul", load, e.op("Size", load)), total)
-        signs.append(e.op("Cast", e.op("Sign", above), to=ir.DataType.FLOAT))
-    return signs
+def load_excess(e: Emitter, load: ir.Value) -> ir.Value:
+    """``E load - sum of loads``, float32 ``[E]``: above 0 at experts with more tokens than the mean.
+
+    Like gradients, those of the parts of a batch add up to that of the whole.
+    """
+    total = e.op("ReduceSum", load, e.constant([0]), keepdims=1)
+    # In integers, so that the mean has no rounding; the sign survives the cast.
+    above = e.op("Sub", e.op("Mul", load, e.op("Size", load)), total)
+    return e.op("Cast", above, to=ir.DataType.FLOAT)
 
 
-def balance(e: Emitter, bias: ir.Value, load_sign: ir.Value, rate: float) -> ir.Value:
+def balance(e: Emitter, bias: ir.Value, excess: ir.Value, rate: float) -> ir.Value:
     """The selection bias after an update: overloaded experts are chosen less."""
-    return e.op("Sub", bias, e.op("Mul", load_sign, e.constant(np.float32(rate))))
+    return e.op("Sub", bias, e.op("Mul", e.op("Sign", excess), e.constant(np.float32(rate))))
 
 
 def update(

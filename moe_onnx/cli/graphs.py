@@ -49,6 +49,8 @@ def print_manifest(manifest: Manifest) -> None:
     table.add_row(
         "memory", f"{decimal(4 * (manifest.num_parameters + state))} for parameters and optimizer state"
     )
+    if manifest.dispatch.get("expert_capacity"):
+        table.add_row("capacity", f"{manifest.dispatch['expert_capacity']} rows of each expert")
     table.add_row("graphs", ", ".join(manifest.graphs))
     CONSOLE.print(table)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import click
@@ -18,7 +19,7 @@ from moe_onnx.build.moe_options import (
     ROUTER_SCORES,
 )
 from moe_onnx.build.presets import PRESETS
-from moe_onnx.build.recipe import Recipe, recipe_from_dict, recipe_tables
+from moe_onnx.build.recipe import Recipe, Schedule, recipe_from_dict, recipe_tables
 from moe_onnx.build.training_graph import TrainingGraph, build_training_graph
 from moe_onnx.errors import MoeOnnxError, NonFiniteError
 
@@ -41,6 +42,7 @@ _FIELDS = {
     "expert_capacity": "expert_capacity",
     "active_num": "active_num",
 }
+_LIMITS = ("capacity_factor", "expert_capacity", "active_num", "tokens_per_batch")
 _WORDS = {
     "router": ("router_scores", ROUTER_SCORES),
     "aux_loss": ("router_aux_loss", AUX_LOSSES),
@@ -90,10 +92,16 @@ def model_options(command: F) -> F:
         click.option(
             "--capacity-factor",
             type=float,
-            help="capacity_factor: rows of each expert, of those it has if experts are balanced.",
+            help="Rows of each expert, relative to a balanced load; implies --dispatch-mode drop_pad.",
         ),
         *(
-            click.option(f"--{name.replace('_', '-')}", name, type=click.Choice(words), help=f"{field}.")
+            click.option(
+                f"--{name.replace('_', '-')}",
+                name,
+                type=click.Choice(words),
+                help=f"{field}.",
+                show_choices=True,
+            )
             for name, (field, words) in _WORDS.items()
         ),
         click.option(
@@ -125,18 +133,23 @@ def recipe_of(
         tables = {"model": tables}
     model = {**tables.get("model", {})}
     fields = {**_FIELDS, **{name: field for name, (field, _) in _WORDS.items()}}
-    model |= {fields.get(name, name): value for name, value in given.items() if value is not None}
+    said = {fields.get(name, name): value for name, value in given.items() if value is not None}
+    if said.keys() & {*_LIMITS, "dispatch_mode"}:  # the recipe's own would contradict it
+        model = {name: value for name, value in model.items() if name not in {*_LIMITS, "dispatch_mode"}}
+    model |= said
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals:
             raise click.UsageError(f"--set takes FIELD=VALUE, got {setting!r}.")
         model[name.strip()] = _value(text.strip())
-    if {"capacity_factor", "expert_capacity"} & set(model):
+    if model.get("capacity_factor") is not None or model.get("expert_capacity") is not None:
         model.setdefault("dispatch_mode", "drop_pad")
-    if "active_num" in model:
+    if model.get("active_num"):
         model.setdefault("dispatch_mode", "active")
-    how = {name: value for name, value in (schedule or {}).items() if value is not None}
-    tables = {**tables, "model": model, "training": {**tables.get("training", {}), **how}}
+    tables = {**tables, "model": model}
+    if schedule is not None:
+        how = {name: value for name, value in schedule.items() if value is not None}
+        tables["training"] = {**asdict(Schedule()), **tables.get("training", {}), **how}
     kind = {"adamw": "AdamW", "sgd": "SGD", None: None}[optimizer]
     if kind is not None and kind != tables.get("optimizer", {}).get("kind", "AdamW"):
         tables["optimizer"] = {"kind": kind}

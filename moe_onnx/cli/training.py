@@ -18,7 +18,7 @@ from moe_onnx.cli.curve import write_curve
 from moe_onnx.cli.graphs import operator_counts, print_operators
 from moe_onnx.cli.heatmap import write_heatmap
 from moe_onnx.cli.options import CONSOLE, INTERRUPTED, WORK_FAILED, build
-from moe_onnx.errors import DataError, NonFiniteError
+from moe_onnx.errors import DataError, MoeOnnxError
 from moe_onnx.runtime.checkpoint import has_checkpoint
 from moe_onnx.runtime.data import TokenDataset
 from moe_onnx.runtime.generate import generate
@@ -97,7 +97,7 @@ class Run:
                     checkpoint=self.checkpoint,
                     save_every=save_every,
                 )
-            except (KeyboardInterrupt, NonFiniteError) as error:
+            except (KeyboardInterrupt, MoeOnnxError) as error:
                 code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else WORK_FAILED
                 with interrupts_deferred():
                     self.session.save_checkpoint(self.checkpoint, data=self.data.state_dict())

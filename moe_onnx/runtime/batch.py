@@ -64,8 +64,8 @@ def checked_batch(
     if "tokens" in sizes and (tokens := sizes["tokens"][0]) < capacity:
         raise BatchError(
             f"The batch has T = {tokens} tokens (padding included), fewer than the expert capacity "
-            f"C = {capacity}, which every expert has rows for. Take larger batches, or build the graph for "
-            "fewer tokens_per_batch."
+            f"C = {capacity}, which every expert has rows for. Fill it up with padding "
+            "(attention_mask 0), or build the graph with a smaller capacity."
         )
     for info in inputs:
         if info.name not in batch:
