@@ -35,6 +35,7 @@ INIT, GRAD = "MoeInitRoutingV2", "MoeInitRoutingV2Grad"
 COMBINE, UNGRAD = "MoeTokenUnpermuteWithRoutingMap", "MoeTokenUnpermuteWithRoutingMapGrad"
 GROUPED = ("MoeGroupedMatmul", "MoeGroupedMatmulWeightGrad")
 FINALIZE = ("MoeFinalizeRoutingV2", "MoeFinalizeRoutingV2Grad")
+PERMUTE = ("MoeTokenPermuteWithRoutingMap", "MoeTokenPermuteWithRoutingMapGrad")
 MODES = {
     INIT: ("dropless", "active", "padded"),
     GRAD: ("dropless", "active", "padded"),
@@ -283,7 +284,7 @@ def v1_feed(dtype: Any = F32) -> dict[str, Any]:
 def options_of(**settings: Any) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    for name, value in settings.items():
+    for name, value in {"intra_op_num_threads": 1, **settings}.items():
         setattr(options, name, value)
     return options
 

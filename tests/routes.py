@@ -90,10 +90,16 @@ def _cached_session(model: bytes, route: str) -> Any:
     return session_of(onnx.load_model_from_string(model), route)
 
 
-def session_of(model: onnx.ModelProto, route: str) -> Any:
+def one_thread() -> ort.SessionOptions:
+    """Options of a session without a pool: tests run side by side, and a pool takes long to make."""
     options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    return options
+
+
+def session_of(model: onnx.ModelProto, route: str) -> Any:
+    options = one_thread()
     options.log_severity_level = 4
-    options.intra_op_num_threads = 1  # a pool of threads costs more than these sizes
     if route == "body_plain":
         # Nothing registered and nothing optimised: what any runtime has to do with the body.
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from golden_cases import CASES, STEPS, Arrays, Case, is_trained
+from routes import one_thread
 
 import moe_onnx
 from moe_onnx.build.optimizers import state_names
@@ -109,7 +110,7 @@ def built(request: Any) -> tuple[Case, dict[str, Session]]:
     graph = moe_onnx.build_training_graph(
         case.config, assembly="grad+apply+step+eval+forward", optimizer=case.optimizer
     )
-    return case, {name: Session(model, kernels="body") for name, model in graph.models.items()}
+    return case, {name: Session(model, one_thread(), kernels="body") for name, model in graph.models.items()}
 
 
 def test_grad_and_apply(built: Any) -> None:

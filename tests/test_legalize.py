@@ -12,7 +12,7 @@ import oracles
 import pytest
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
-from routes import ELEMS, make_model
+from routes import ELEMS, make_model, one_thread
 
 import moe_onnx
 from moe_onnx.adapters.python_ops import SESSION_DOMAIN
@@ -77,7 +77,7 @@ def legal(model: onnx.ModelProto, route: str) -> Legalized:
 
 
 def session_of(model: onnx.ModelProto, kernels: str) -> moe_onnx.InferenceSession:
-    options = ort.SessionOptions()
+    options = one_thread()
     options.log_severity_level = 4
     return moe_onnx.InferenceSession(model, options, kernels=kernels)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
+from routes import one_thread
 
 import moe_onnx
 from moe_onnx.build.parameters import parameters_of
@@ -83,7 +84,7 @@ def layer_feed(config: Any, seed: int = 0, tokens: int = TOKENS) -> Arrays:
 
 def opened(config: Any, assembly: str = "grad") -> moe_onnx.InferenceSession:
     return moe_onnx.InferenceSession(
-        moe_onnx.build_training_graph(config, assembly=assembly).model, kernels="body"
+        moe_onnx.build_training_graph(config, assembly=assembly).model, one_thread(), kernels="body"
     )
 
 
@@ -176,7 +177,7 @@ def test_gradients_are_finite_differences(router: str, mode: str) -> None:
     place = PLACES[(list(ROUTERS).index(router) + list(MODES).index(mode)) % 2]
     config = layer(**ROUTERS[router], **MODES[mode], router_weights_on=place, expert_activation="swiglu")
     model = to_float64(moe_onnx.build_training_graph(config, assembly="grad").model)
-    session = moe_onnx.InferenceSession(model, kernels="body")
+    session = moe_onnx.InferenceSession(model, one_thread(), kernels="body")
     feed = {n: v.astype(np.float64) for n, v in layer_feed(config, seed=5).items()}
     out, rng = run(session, feed), np.random.default_rng(0)
     names = [n for n in feed if f"{n}.grad" in out]
@@ -256,7 +257,7 @@ def test_a12_poisoned_capacity_rows_reach_nothing(policy: str) -> None:
     options = {"dispatch_mode": "drop_pad", "expert_capacity": 7, "token_drop_policy": policy}
     config = layer(**options, unroll_experts=0, num_experts=3)
     model, feed = moe_onnx.build_training_graph(config, assembly="grad").model, layer_feed(config, seed=4)
-    clean = run(moe_onnx.InferenceSession(model, kernels="body"), feed)
+    clean = run(moe_onnx.InferenceSession(model, one_thread(), kernels="body"), feed)
     free = np.arange(7) >= clean["expert_load"][0][:, None]
     assert free.any()
     poison = np.where(np.repeat(free[:, :, None], HIDDEN, 2), np.float32(np.nan), np.float32(0))
@@ -268,7 +269,7 @@ def test_a12_poisoned_capacity_rows_reach_nothing(policy: str) -> None:
     model.graph.node.insert(list(model.graph.node).index(combine), add)
     combine.input[0] = backward.input[2] = "poisoned"
     model.graph.input.append(helper.make_tensor_value_info("poison", TensorProto.FLOAT, poison.shape))
-    dirty = run(moe_onnx.InferenceSession(model, kernels="body"), {**feed, "poison": poison})
+    dirty = run(moe_onnx.InferenceSession(model, one_thread(), kernels="body"), {**feed, "poison": poison})
     for name, value in clean.items():
         np.testing.assert_array_equal(dirty[name], value, name)
 
@@ -410,7 +411,9 @@ def test_the_losses_of_sequences_and_of_a_whole_batch() -> None:
             model.graph.output.append(helper.make_tensor_value_info(gate.output[0], TensorProto.FLOAT, None))
             before = np.array([[4, 0, 2, 0, 7, 1]])
             more = {"expert_load_before": before} if kind == "global" else {}
-            out = run(moe_onnx.InferenceSession(model, kernels="body"), {**params, **batch, **more})
+            out = run(
+                moe_onnx.InferenceSession(model, one_thread(), kernels="body"), {**params, **batch, **more}
+            )
             logits = out[gate.output[0]].astype(np.float64).reshape(3, 7, 6)
             scored = np.exp(logits) if scores == "softmax_then_top_k" else 1 / (1 + np.exp(-logits))
             probs = scored / scored.sum(-1, keepdims=True)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from golden_cases import Case, tiny_lm
 from moe_cases import CASES as MOE_CASES
+from routes import one_thread
 from test_goldens import TOLERANCE, Session, run, run_grad_apply
 
 import moe_onnx
@@ -56,7 +57,7 @@ def compare(case: Case) -> None:
     )
     assert want.margin > 1e-5  # else the routing may differ for no fault of either
     graph = moe_onnx.build_training_graph(case.config, assembly="grad+apply", optimizer=case.optimizer)
-    sessions = {name: Session(model, kernels="body") for name, model in graph.models.items()}
+    sessions = {name: Session(model, one_thread(), kernels="body") for name, model in graph.models.items()}
     metrics, gradients, params = run_grad_apply(case, sessions)
     losses = [float(step["loss"]) for step in metrics]
     np.testing.assert_allclose(losses, np.array(want.metrics["loss"], float), rtol=TOLERANCE)
@@ -105,7 +106,7 @@ def test_batches_of_other_sizes(tokens: tuple[int, int]) -> None:
     batch = {"input_ids": ids, "labels": ids, "attention_mask": np.ones_like(ids)}
     case = Case("sizes", config, ADAMW, 1e-2, seed=13)
     graph = moe_onnx.build_training_graph(config, assembly="grad")
-    out = run(Session(graph.model, kernels="body"), {**batch, **case.parameters()})
+    out = run(Session(graph.model, one_thread(), kernels="body"), {**batch, **case.parameters()})
     tensors = {n: torch_models.torch.as_tensor(v) for n, v in {**case.parameters(), **batch}.items()}
     want = torch_models.forward(config, tensors, {n: tensors[n] for n in batch})
     np.testing.assert_allclose(out["loss"], float(want["loss"]), rtol=TOLERANCE)

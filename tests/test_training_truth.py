@@ -20,13 +20,13 @@ EPS, FINITE_DIFFERENCE = 1e-5, 2e-6
 BASE = CASES["mixtral"].config
 
 
-def session(model: onnx.ModelProto, threads: int = 0) -> moe_onnx.InferenceSession:
+def session(model: onnx.ModelProto, threads: int = 1) -> moe_onnx.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     return moe_onnx.InferenceSession(model, options, kernels="body")
 
 
-def grad_session(config: Any, threads: int = 0) -> moe_onnx.InferenceSession:
+def grad_session(config: Any, threads: int = 1) -> moe_onnx.InferenceSession:
     return session(moe_onnx.build_training_graph(config, assembly="grad").model, threads)
 
 
