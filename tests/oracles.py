@@ -49,7 +49,8 @@ def _experts_of(routing_map: Array, t: int) -> list[int]:
 def _expert_major(routing_map: Array) -> list[tuple[int, int]]:
     """Selected (expert, token) pairs, ordered by expert, then token."""
     tokens, experts = routing_map.shape
-    return [(e, t) for e in range(experts) for t in range(tokens) if routing_map[t, e] != 0]
+    selected = routing_map.tolist()  # numpy is slow at single elements
+    return [(e, t) for e in range(experts) for t in range(tokens) if selected[t][e] != 0]
 
 
 @np.errstate(all="ignore")

@@ -31,7 +31,7 @@ ALL_ROUTES = [route for route in ROUTES if has_route(FORWARD, route)]
 Call = tuple[list[Any], dict[str, Any]]
 
 sizes = all_of("size", SIZES)
-dtypes = pytest.mark.parametrize("dtype", DTYPES)
+dtypes = all_of("dtype", DTYPES)
 routes = pytest.mark.parametrize("route", [route for route in ALL_ROUTES if route != "body_plain"])
 all_routes = pytest.mark.parametrize("route", ALL_ROUTES)
 
@@ -85,18 +85,12 @@ def forward_call(size: str, dtype: str, mode: int, kind: str, draw: Any = intege
 @all_of("kind", KINDS)
 @sizes
 def test_forward(route: str, size: str, dtype: str, mode: int, kind: str) -> None:
+    """Integers are exact; any data bit-equal in the order that is documented, a body within the bound."""
     inputs, attributes = forward_call(size, dtype, mode, kind)
     (got,) = run(FORWARD, route, inputs, attributes)
     assert_same(got, oracles.finalize(*inputs, **attributes))
-
-
-@dtypes
-@routes
-@pytest.mark.parametrize("mode", range(4))
-@all_of("kind", ["all", "scales"])
-@sizes
-def test_forward_of_any_data(route: str, size: str, dtype: str, mode: int, kind: str) -> None:
-    """Bit-equal in the order that is documented; a body is within the contract's bound."""
+    if kind not in ("all", "scales"):
+        return
     inputs, attributes = forward_call(size, dtype, mode, kind, normals)
     (got,) = run(FORWARD, route, inputs, attributes)
     want = oracles.finalize(*inputs, **attributes)
@@ -143,15 +137,9 @@ def test_gradient(route: str, size: str, dtype: str, mode: str, kind: str) -> No
     got = run(GRAD, route, inputs, attributes)
     for value, want in zip(got, oracles.finalize_grad(*inputs, **attributes), strict=True):
         assert_same(value, want)
-
-
-@dtypes
-@routes
-@pytest.mark.parametrize("mode", GRAD_MODES)
-@all_of("kind", ["scales", "bias"])
-@sizes
-def test_gradient_of_any_data(route: str, size: str, dtype: str, mode: str, kind: str) -> None:
-    """Rows are single products, so bit-equal everywhere; dots are within the contract's bound."""
+    if kind == "copy":
+        return
+    # Rows are single products, so bit-equal everywhere; dots are within the contract's bound.
     inputs, attributes = grad_call(size, dtype, mode, kind, normals)
     got = run(GRAD, route, inputs, attributes)
     want = oracles.finalize_grad(*inputs, **attributes)

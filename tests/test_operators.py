@@ -35,7 +35,7 @@ SIZES = {
 EPS = {np.dtype(np.float64): 2.0**-52, np.dtype(np.float32): 2.0**-23}
 
 sizes = all_of("size", SIZES)
-dtypes = pytest.mark.parametrize("dtype", DTYPES)
+dtypes = all_of("dtype", DTYPES)
 
 
 def routes_of(op: str) -> Any:

@@ -143,6 +143,7 @@ def _drop_pad(
         )
         weights = _weights_of_rows(e, scales, lost, e.constant([limit + 1]))
         weights = e.op("Slice", weights, e.constant([0]), e.constant([limit]), e.constant([0]))
+        # Without scales the operator takes K to be 1.
         scales = shaped(e.op("Expand", e.like(1.0, x), e.op("Shape", routing.expert_idx)), "tokens", top_k)
     absent = e.constant(np.empty((0, 0), np.float32))
 
