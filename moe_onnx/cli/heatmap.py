@@ -15,7 +15,7 @@ import numpy as np
 
 from moe_onnx.cli.curve import STYLE
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _GAP = 760, 72, 120, 64, 40
+_WIDTH, _LEFT, _RIGHT, _TOP, _GAP = 760, 72, 120, 64, 54
 _MOST_COLUMNS, _MOST_HEIGHT = 320, 240
 # Shades of few tokens, of the mean, of many.
 _FEW, _MEAN, _MANY = np.array([(37, 99, 201), (250, 250, 250), (201, 76, 37)], np.float64)
