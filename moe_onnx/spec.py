@@ -46,6 +46,10 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 INDICES = ("int32",)
 MAPS = ("bool", "int8")
 
+# Rows, tokens and experts are named by int32.
+MAX_ROWS = 2**31 - 1
+MAX_TOP_K = 512  # the source documents' limit on experts per token
+
 # A size: a number, a symbolic name, or unknown. Only numbers are ever refused.
 Dim = int | str | None
 Shape = tuple[Dim, ...] | None

@@ -18,8 +18,9 @@ import numpy as np
 import onnx_ir as ir
 
 from moe_onnx.autodiff.emitter import Emitter, shaped
+from moe_onnx.build.capacity import real_pairs, with_rest, within_capacity
 from moe_onnx.build.moe_options import MoeOptions
-from moe_onnx.build.router import Routing, mark
+from moe_onnx.build.router import Routing, real_choices, tokens_per_expert
 from moe_onnx.spec import DOMAIN
 
 
@@ -72,7 +73,7 @@ def _dropless(e: Emitter, x: ir.Value, routing: Routing, config: MoeOptions) -> 
     rows, row_idx, counts, _ = _init_routing(e, x, routing.expert_idx, config, counts=2)
     weights = None
     if config.router_weights_on == "experts":
-        weights = _weights_of_rows(e, _weights_of_slots(e, routing), row_idx, e.op("Shape", row_idx))
+        weights = _weights_of_rows(e, _weights_of_slots(e, routing, config), row_idx, e.op("Shape", row_idx))
     return Dispatched(
         shaped(rows, "rows", config.hidden_size),
         counts,
@@ -85,25 +86,25 @@ def _active(
     e: Emitter, x: ir.Value, routing: Routing, mask: ir.Value | None, config: MoeOptions
 ) -> Dispatched:
     """All rows but the first ``active_num`` are dropped, which are those of the last experts."""
-    expert_idx, experts = _with_rest(e, routing.expert_idx, mask, config)
+    expert_idx, experts = with_rest(e, routing.expert_idx, mask, config)
     rows, row_idx, ends, _ = _init_routing(
         e, x, expert_idx, config, experts=experts, active=config.active_num, counts=1
     )
-    ends = e.op("Slice", ends, e.constant([0]), e.constant([config.num_experts]), e.constant([0]))
+    ends = _head(e, ends, e.constant([config.num_experts]))
     kept_ends = e.op("Min", ends, e.constant(config.active_num, np.int32))
-    first = e.op("Slice", kept_ends, e.constant([0]), e.constant([-1]), e.constant([0]))
+    first = _head(e, kept_ends, e.constant([-1]))
     starts = e.op("Concat", e.constant([0], np.int32), first, axis=0)
-    total = e.op("Slice", kept_ends, e.constant([-1]), e.constant([np.iinfo(np.int64).max]), e.constant([0]))
+    total = _last(e, kept_ends)
     total_long = e.op("Cast", total, to=ir.DataType.INT64)
     here = e.op("Less", row_idx, total)
     kept_idx = shaped(e.op("Where", here, row_idx, e.constant(-1, np.int32)), "slots")
     weights = None
     if config.router_weights_on == "experts":
-        weights = _weights_of_rows(e, _weights_of_slots(e, routing), row_idx, e.op("Shape", row_idx))
-        weights = e.op("Slice", weights, e.constant([0]), total_long, e.constant([0]))
+        weights = _weights_of_rows(e, _weights_of_slots(e, routing, config), row_idx, e.op("Shape", row_idx))
+        weights = _head(e, weights, total_long)
     # Rows behind those of the last expert are padding tokens'.
-    rows = e.op("Slice", rows, e.constant([0]), total_long, e.constant([0]))
-    wanted = e.op("Slice", ends, e.constant([-1]), e.constant([np.iinfo(np.int64).max]), e.constant([0]))
+    rows = _head(e, rows, total_long)
+    wanted = _last(e, ends)
     dropped = e.op("Cast", e.op("Sub", wanted, total), to=ir.DataType.INT64)
 
     def combine(done: ir.Value) -> ir.Value:
@@ -121,30 +122,28 @@ def _drop_pad(
     e: Emitter, x: ir.Value, routing: Routing, mask: ir.Value | None, config: MoeOptions
 ) -> Dispatched:
     """Every expert has C rows; MoeFinalizeRoutingV2 leaves out what has none."""
-    top_k, hidden, limit = (
-        config.num_experts_per_tok,
-        config.hidden_size,
-        config.num_experts * config.capacity,
-    )
+    hidden, limit = config.hidden_size, config.num_experts * config.capacity
     slot_mask = mask
     if config.token_drop_policy == "probs":
-        slot_mask = e.op("GatherElements", _kept(e, routing, mask, config), routing.expert_idx, axis=1)
-    expert_idx, experts = _with_rest(e, routing.expert_idx, slot_mask, config)
+        slot_mask = e.op(
+            "GatherElements", within_capacity(e, routing, mask, config), routing.expert_idx, axis=1
+        )
+    expert_idx, experts = with_rest(e, routing.expert_idx, slot_mask, config)
     rows, row_idx, _, _ = _init_routing(e, x, expert_idx, config, experts=experts, capacity=config.capacity)
     if experts > config.num_experts:
-        rows = e.op("Slice", rows, e.constant([0]), e.constant([config.num_experts]), e.constant([0]))
+        rows = _head(e, rows, e.constant([config.num_experts]))
         inside = e.op("Less", row_idx, e.constant(limit, np.int32))
         row_idx = shaped(e.op("Where", inside, row_idx, e.constant(-1, np.int32)), "slots")
     rows = e.op("Reshape", rows, e.constant([limit, hidden]))
-    weights, scales = None, _weights_of_slots(e, routing)
+    weights, scales = None, _weights_of_slots(e, routing, config)
     if config.router_weights_on == "experts":
-        lost = e.op(
-            "Where", e.op("Less", row_idx, e.constant(0, np.int32)), e.constant(limit, np.int32), row_idx
-        )
+        is_lost = e.op("Less", row_idx, e.constant(0, np.int32))
+        lost = e.op("Where", is_lost, e.constant(limit, np.int32), row_idx)
         weights = _weights_of_rows(e, scales, lost, e.constant([limit + 1]))
-        weights = e.op("Slice", weights, e.constant([0]), e.constant([limit]), e.constant([0]))
+        weights = _head(e, weights, e.constant([limit]))
         # Without scales the operator takes K to be 1.
-        scales = shaped(e.op("Expand", e.like(1.0, x), e.op("Shape", routing.expert_idx)), "tokens", top_k)
+        ones = e.op("Expand", e.like(1.0, x), e.op("Shape", routing.expert_idx))
+        scales = shaped(ones, "tokens", config.num_experts_per_tok)
     absent = e.constant(np.empty((0, 0), np.float32))
 
     def combine(done: ir.Value) -> ir.Value:
@@ -165,7 +164,9 @@ def _drop_pad(
 
     has_row = e.op("GreaterOrEqual", row_idx, e.constant(0, np.int32))
     used = e.op("ReduceSum", e.op("Cast", has_row, to=ir.DataType.INT64), keepdims=1)
-    return Dispatched(rows, config.capacity, weights, combine, e.op("Sub", _pairs(e, routing, mask), used))
+    return Dispatched(
+        rows, config.capacity, weights, combine, e.op("Sub", real_pairs(e, routing, mask), used)
+    )
 
 
 def _by_map(
@@ -174,9 +175,9 @@ def _by_map(
     """By the routing map, with the weights of the rows as a second output."""
     padded, dropped, chosen = config.dispatch_mode == "drop_pad", None, routing.routing_map
     if padded and config.token_drop_policy == "probs":
-        chosen = _kept(e, routing, mask, config)
-    elif padded and mask is not None:
-        chosen = e.op("And", chosen, mask)
+        chosen = within_capacity(e, routing, mask, config)
+    elif padded:
+        chosen = real_choices(e, routing, mask)
     in_experts = config.router_weights_on == "experts"
     rows, weights, sorted_indices = e.ops(
         "MoeTokenPermuteWithRoutingMap",
@@ -189,10 +190,10 @@ def _by_map(
         num_out_tokens=config.num_experts * config.capacity,
         drop_and_pad=int(padded),
     )
-    counts = e.op("ReduceSum", e.op("Cast", chosen, to=ir.DataType.INT64), e.constant([0]), keepdims=0)
+    counts = tokens_per_expert(e, chosen)
     if padded:
         used = e.op("ReduceSum", e.op("Min", counts, e.constant(config.capacity)), keepdims=1)
-        dropped = e.op("Sub", _pairs(e, routing, mask), used)
+        dropped = e.op("Sub", real_pairs(e, routing, mask), used)
     shaped(sorted_indices, "rows")
     return Dispatched(
         shaped(rows, "rows", config.hidden_size),
@@ -255,32 +256,20 @@ def _unpermute(
     return shaped(combined[0], "tokens", config.hidden_size)
 
 
-def _with_rest(
-    e: Emitter, expert_idx: ir.Value, mask: ir.Value | None, config: MoeOptions
-) -> tuple[ir.Value, int]:
-    """Slots that are not to have a row go to one expert more, behind all others."""
-    if mask is None:
-        return expert_idx, config.num_experts
-    rest = e.constant(config.num_experts, np.int32)
-    moved = shaped(e.op("Where", mask, expert_idx, rest), "tokens", config.num_experts_per_tok)
-    return moved, config.num_experts + 1
+def _head(e: Emitter, rows: ir.Value, end: ir.Value) -> ir.Value:
+    """The rows before ``end``, a vector of one integer."""
+    return e.op("Slice", rows, e.constant([0]), end, e.constant([0]))
 
 
-def _kept(e: Emitter, routing: Routing, mask: ir.Value | None, config: MoeOptions) -> ir.Value:
-    """The map of the C tokens of largest weight of each expert; of equal ones the first in the batch."""
-    chosen = routing.routing_map if mask is None else e.op("And", routing.routing_map, mask)
-    # What was not chosen must lose to every weight, and weights may be 0.
-    score = e.op("Where", chosen, routing.weights, e.constant(np.float32(-1)))
-    capacity = e.constant([config.capacity])
-    _, first = e.ops("TopK", score, capacity, outputs=2, axis=0, largest=1, sorted=1)
-    return e.op("And", chosen, mark(e, first, score, axis=0, name="within_capacity"))
+def _last(e: Emitter, rows: ir.Value) -> ir.Value:
+    """The last row alone."""
+    return e.op("Slice", rows, e.constant([-1]), e.constant([np.iinfo(np.int64).max]), e.constant([0]))
 
 
-def _weights_of_slots(e: Emitter, routing: Routing) -> ir.Value:
+def _weights_of_slots(e: Emitter, routing: Routing, config: MoeOptions) -> ir.Value:
     """``[tokens, K]``, experts ascending."""
-    top_k = routing.expert_idx.shape[1] if routing.expert_idx.shape is not None else None
-    assert isinstance(top_k, int)
-    return shaped(e.op("GatherElements", routing.weights, routing.expert_idx, axis=1), "tokens", top_k)
+    weights = e.op("GatherElements", routing.weights, routing.expert_idx, axis=1)
+    return shaped(weights, "tokens", config.num_experts_per_tok)
 
 
 def _weights_of_rows(e: Emitter, slots: ir.Value, row_idx: ir.Value, rows: ir.Value) -> ir.Value:
@@ -288,10 +277,3 @@ def _weights_of_rows(e: Emitter, slots: ir.Value, row_idx: ir.Value, rows: ir.Va
     flat = e.op("Reshape", slots, e.constant([-1]))
     none = e.op("Expand", e.constant(np.float32(0)), rows)
     return e.op("Unsqueeze", e.op("ScatterElements", none, row_idx, flat, axis=0), e.constant([1]))
-
-
-def _pairs(e: Emitter, routing: Routing, mask: ir.Value | None) -> ir.Value:
-    """How many pairs of a real token and an expert there are, ``[1]``."""
-    chosen = routing.routing_map if mask is None else e.op("And", routing.routing_map, mask)
-    counts = e.op("ReduceSum", e.op("Cast", chosen, to=ir.DataType.INT64), e.constant([0]), keepdims=0)
-    return e.op("ReduceSum", counts, e.constant([0]), keepdims=1)

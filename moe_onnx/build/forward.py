@@ -15,11 +15,10 @@ from moe_onnx.build.losses import (
     mean_squared_error,
     nan_logits,
     router_z_loss,
-    tokens_per_expert,
     weighted_sum,
 )
 from moe_onnx.build.moe import moe_layer
-from moe_onnx.build.router import Routing
+from moe_onnx.build.router import Routing, real_choices, tokens_per_expert
 
 Dims = tuple[int | str, ...]
 # Batch inputs that a training session fills in where they are not given.
@@ -165,7 +164,7 @@ def _total(
     """The weighted sum of all losses, and the metrics."""
     terms = [(1.0, main[1])]
     metrics = {main[0]: main[1]}
-    loads = done.loads = [tokens_per_expert(e, routing, mask) for routing in routings]
+    loads = done.loads = [tokens_per_expert(e, real_choices(e, routing, mask)) for routing in routings]
     if routings and config.router_aux_loss_coef:
         aux = load_balancing_loss(
             e,

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from moe_onnx.autodiff.emitter import Emitter, shaped
 from moe_onnx.build.layers import exact_sum
 from moe_onnx.build.moe_options import MoeOptions
-from moe_onnx.build.router import Routing
+from moe_onnx.build.router import Routing, real_choices
 
 
 def cross_entropy(
@@ -56,12 +56,6 @@ def mean_squared_error(e: Emitter, output: ir.Value, target: ir.Value) -> ir.Val
     """``mean((output - target)^2)`` over all elements."""
     rows = e.op("ReduceSumSquare", e.op("Sub", output, target), e.constant([1]), keepdims=0)
     return e.op("Div", exact_sum(e, rows), _at_least_one(e, e.op("Size", output)))
-
-
-def tokens_per_expert(e: Emitter, routing: Routing, mask: ir.Value | None) -> ir.Value:
-    """How many real tokens chose each expert, int64 ``[E]``."""
-    chosen = routing.routing_map if mask is None else e.op("And", routing.routing_map, mask)
-    return e.op("ReduceSum", e.op("Cast", chosen, to=ir.DataType.INT64), e.constant([0]), keepdims=0)
 
 
 def load_balancing_loss(
@@ -131,9 +125,8 @@ def _of_sequences(
     config: MoeOptions,
 ) -> ir.Value:
     """The mean over sequences of one layer's loss."""
-    chosen = routing.routing_map if mask is None else e.op("And", routing.routing_map, mask)
     parts = []
-    for value in (e.op("Cast", chosen, to=ir.DataType.FLOAT), probs):
+    for value in (e.op("Cast", real_choices(e, routing, mask), to=ir.DataType.FLOAT), probs):
         parts.append(exact_sum(e, e.op("Reshape", value, sequences, allowzero=1), e.constant([1])))
     counts, sums = parts  # [batch, E]
     # Every token chooses K.

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any, Self
 
 from moe_onnx.build.options import Options
+from moe_onnx.spec import MAX_ROWS, MAX_TOP_K
 
 ROUTER_SCORES = ("softmax_then_top_k", "top_k_then_softmax", "sigmoid")
 GROUP_SCORES = ("top2_sum", "max")
@@ -19,8 +20,6 @@ WEIGHT_PLACES = ("combine", "experts")
 AUX_LOSSES = ("pooled", "per_layer", "sequence", "global")
 EXPERT_ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu", "gelu", "relu")
 GATED = ("swiglu", "geglu", "clamped_swiglu")
-MAX_ROWS = 2**31
-MAX_TOP_K = 512  # of MoeTokenUnpermuteWithRoutingMapGrad
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,7 @@ class MoeOptions(Options):
             raise self.refuse(
                 "active_num", f"{'> 0' if mode == 'active' else '0'} with dispatch_mode '{mode}'"
             )
-        if self.active_num >= MAX_ROWS:
+        if self.active_num > MAX_ROWS:
             raise self.refuse("active_num", "below 2^31, as int32 names rows")
         if mode != "drop_pad":
             for name in ("expert_capacity", "capacity_factor", "tokens_per_batch"):
@@ -202,11 +201,9 @@ class MoeOptions(Options):
             raise self.refuse("expert_capacity", "None beside capacity_factor")
         if self.capacity_factor is not None and self.tokens_per_batch is None:
             raise self.refuse("tokens_per_batch", "given with capacity_factor, which is a share of it")
-        if None not in (self.expert_capacity, self.tokens_per_batch) and self.capacity > (
-            self.tokens_per_batch or 0
-        ):
+        if self.tokens_per_batch is not None and self.capacity > self.tokens_per_batch:
             raise self.refuse("expert_capacity", f"at most tokens_per_batch ({self.tokens_per_batch})")
-        if self.num_experts * self.capacity >= MAX_ROWS:
+        if self.num_experts * self.capacity > MAX_ROWS:
             name = "expert_capacity" if self.expert_capacity is not None else "capacity_factor"
             raise self.refuse(name, "so small that num_experts * C is below 2^31, as int32 names rows")
 

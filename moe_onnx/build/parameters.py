@@ -11,9 +11,9 @@ import numpy as np
 
 from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
 from moe_onnx.build.experts import first_projection
+from moe_onnx.build.router import SELECTION_BIAS
 from moe_onnx.errors import ConfigError
 
-SELECTION_BIAS = "gate.e_score_correction_bias"
 _FILLS = {"ones": 1.0, "zeros": 0.0}
 
 

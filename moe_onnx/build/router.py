@@ -11,6 +11,7 @@ from moe_onnx.autodiff.emitter import Emitter, shaped
 from moe_onnx.build.layers import Parameters, linear
 from moe_onnx.build.moe_options import MoeOptions
 
+SELECTION_BIAS = "gate.e_score_correction_bias"
 SIGMOID_EPS = 1e-20  # added to sums of sigmoid scores, as DeepSeek-V3 does
 
 
@@ -58,7 +59,7 @@ def route(
     probs, scores = _scores(e, logits, config)
     choice = scores
     if config.router_selection_bias:
-        choice = e.op("Add", scores, params[f"{prefix}gate.e_score_correction_bias"])
+        choice = e.op("Add", scores, params[f"{prefix}{SELECTION_BIAS}"])
     if config.topk_group < config.n_group:
         choice = _within_groups(e, choice, config)
     _, chosen = e.ops("TopK", choice, e.constant([top_k]), outputs=2, axis=-1, largest=1, sorted=1)
@@ -77,6 +78,16 @@ def mark(e: Emitter, index: ir.Value, like: ir.Value, *, axis: int, name: str) -
     nowhere = e.op("Expand", e.constant(False), e.op("Shape", like))
     here = e.op("Expand", e.constant(True), e.op("Shape", index))
     return e.op("ScatterElements", nowhere, index, here, axis=axis, name=name)
+
+
+def real_choices(e: Emitter, routing: Routing, mask: ir.Value | None) -> ir.Value:
+    """The routing map without padding tokens."""
+    return routing.routing_map if mask is None else e.op("And", routing.routing_map, mask)
+
+
+def tokens_per_expert(e: Emitter, chosen: ir.Value) -> ir.Value:
+    """How many tokens of a map chose each expert, int64 ``[E]``."""
+    return e.op("ReduceSum", e.op("Cast", chosen, to=ir.DataType.INT64), e.constant([0]), keepdims=0)
 
 
 def _scores(e: Emitter, logits: ir.Value, config: MoeOptions) -> tuple[ir.Value, ir.Value]:

@@ -1,20 +1,15 @@
-"""A loss curve as SVG.
-
-A plotting library would be by far the heaviest dependency of this package, for one picture of two lines;
-SVG is text that every browser shows.
-"""
+"""A loss curve as SVG."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
+
+from moe_onnx.cli import svg
 
 Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 420, 64, 24, 48, 52
-STYLE = "font-family:system-ui,sans-serif;font-size:12px;fill:#444"
 
 
 def write_curve(path: Path, train: Points, held_out: Points = (), title: str = "") -> Path:
@@ -35,12 +30,7 @@ def write_curve(path: Path, train: Points, held_out: Points = (), title: str = "
         places = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in series if math.isfinite(p[1])))
         return f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" style="{STYLE}">',
-        f"<title>{escape(title)}</title>",
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
-        f'<text x="{_LEFT}" y="26" style="font-size:15px;fill:#111">{escape(title)}</text>',
-    ]
+    parts = svg.page(_WIDTH, _HEIGHT, _LEFT, title)
     for tick in y_ticks:
         _, y = at(x_low, tick)
         parts.append(
@@ -65,10 +55,7 @@ def write_curve(path: Path, train: Points, held_out: Points = (), title: str = "
         y = _TOP + 14 + 18 * i
         parts.append(f'<rect x="{_WIDTH - 180}" y="{y - 5}" width="18" height="3" fill="{colour}"/>')
         parts.append(f'<text x="{_WIDTH - 154}" y="{y}">{label}</text>')
-    beside = path.with_suffix(".new")
-    beside.write_text("\n".join([*parts, "</svg>", ""]), "utf-8")
-    os.replace(beside, path)
-    return path
+    return svg.write(path, parts)
 
 
 def _ticks(low: float, high: float) -> list[float]:

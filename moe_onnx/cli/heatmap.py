@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import base64
-import os
 import struct
 import zlib
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moe_onnx.cli.curve import STYLE
+from moe_onnx.cli import svg
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _GAP = 760, 72, 120, 64, 54
 _MOST_COLUMNS, _MOST_HEIGHT = 320, 240
@@ -41,12 +39,7 @@ def write_heatmap(path: Path, loads: Sequence[tuple[int, Sequence[Sequence[int]]
     panel, width = min(14.0 * experts, _MOST_HEIGHT), _WIDTH - _LEFT - _RIGHT
     height = _TOP + layers * (panel + _GAP) + 12
     title = "Tokens of each expert, relative to the mean of its layer"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" style="{STYLE}">',
-        f"<title>{escape(title)}</title>",
-        f'<rect width="{_WIDTH}" height="{height:.0f}" fill="#fff"/>',
-        f'<text x="{_LEFT}" y="26" style="font-size:15px;fill:#111">{escape(title)}</text>',
-    ]
+    parts = svg.page(_WIDTH, round(height), _LEFT, title)
     for layer in range(layers):
         top = _TOP + layer * (panel + _GAP)
         picture = base64.b64encode(_png(_colours(share[:, layer].T))).decode()
@@ -67,10 +60,7 @@ def write_heatmap(path: Path, loads: Sequence[tuple[int, Sequence[Sequence[int]]
         colour = "#" + bytes(_colours(np.array(value))).hex()
         parts.append(f'<rect x="{x}" y="{y}" width="16" height="14" fill="{colour}" stroke="#ccc"/>')
         parts.append(f'<text x="{x + 22}" y="{y + 11}">{value:g}{" and more" if value == 2 else ""}</text>')
-    beside = path.with_suffix(".new")
-    beside.write_text("\n".join([*parts, "</svg>", ""]), "utf-8")
-    os.replace(beside, path)
-    return path
+    return svg.write(path, parts)
 
 
 def _colours(share: Array) -> Array:

@@ -142,6 +142,13 @@ def in_row_order(out: str, none: str, row: str, values: str, n: str = "n") -> st
     {out} = Slice ({out}_and_none, zero, {n}, zero)"""
 
 
+# Whether rows are so long that row_dots does better by matrices: has_long_rows.
+LONG_ROWS = """
+    long_row = Constant <value_ints = [512]> ()
+    has_long_rows = GreaterOrEqual (hidden, long_row)
+"""
+
+
 def row_dots(out: str, like: str, at: str, left: str, right: str, pairs: str) -> str:
     """``out`` is the dot product of the rows ``at`` of two tensors, 0 for -1, in the dtype of ``like``.
 

@@ -10,19 +10,16 @@ import numpy as np
 from moe_onnx.errors import LimitError, MissingInputError, RoutingMapError, ShapeError
 from moe_onnx.operators._arrays import Array
 from moe_onnx.operators._body import check, coordinates, count_up, lookup
-from moe_onnx.spec import Attr, Axes, Shape, TensorInfo, require_same_dtype, show
+from moe_onnx.spec import MAX_ROWS, MAX_TOP_K, Attr, Axes, Shape, TensorInfo, require_same_dtype, show
 
-MAX_TOP_K = 512  # both source documents' limit on experts per token
 DROP_AND_PAD = Attr(
     "drop_and_pad", "bool", "whether every expert has exactly C rows", "0 or 1", lambda v: v in (0, 1), 0
 )
 
-MAX_SIZE = 2**31 - 1  # rows and tokens are named by int32
-
 
 def size_attribute(name: str, doc: str) -> Attr:
     """An attribute that is a size, where 0 means that it is told by other sizes."""
-    return Attr(name, "int", doc, "in [0, 2^31)", lambda v: 0 <= v <= MAX_SIZE, 0)
+    return Attr(name, "int", doc, "in [0, 2^31)", lambda v: 0 <= v <= MAX_ROWS, 0)
 
 
 def require_companions(op: str, beside: str = "probs", **companions: bool) -> None:

@@ -24,8 +24,8 @@ from moe_onnx.operators._body import (
     is_there,
     per_precision,
     precision,
+    rows_or_zeros,
     sizes_agree,
-    with_zero_row,
 )
 from moe_onnx.operators._routing_map import require_companions
 from moe_onnx.operators._slots import (
@@ -302,16 +302,9 @@ BODY = body(
     rows_shape = Concat <axis = 0> (num_rows, hidden)
     rows = Reshape <allowzero = 1> (expanded_x, rows_shape)
     some_dropped = Cast <to = 9> (num_dropped)
-    # A row of zeros behind the last costs a copy of all rows: only where one is looked up.
-    slot_rows = If (some_dropped) <
-        then_branch = with_zero_row () => (some_rows) {
     """,
-    with_zero_row("rows_and_zero", "rows", "expanded_x"),
+    rows_or_zeros("slot_rows", "rows", "slot_row", "some_dropped"),
     """
-            some_rows = Gather <axis = 0> (rows_and_zero, slot_row)
-        },
-        else_branch = as_they_are () => (all_rows) { all_rows = Gather <axis = 0> (rows, slot_row) }
-    >
     out_shape = Concat <axis = 0> (num_tokens, hidden)
     num_skips = Add (has_x1, has_x2)
     stack_shape = Concat <axis = 0> (num_skips, tokens_late, hidden)

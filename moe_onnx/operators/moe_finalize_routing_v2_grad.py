@@ -13,6 +13,7 @@ import numpy as np
 from moe_onnx.errors import AttributeValueError, LimitError
 from moe_onnx.operators._arrays import Array, check_range, check_unique, given, read, wide_dtype
 from moe_onnx.operators._body import (
+    LONG_ROWS,
     attribute,
     body,
     check,
@@ -44,8 +45,7 @@ from moe_onnx.operators._slots import (
     slot_rules,
     there,
 )
-from moe_onnx.operators.moe_init_routing_v2 import MAX_ROWS
-from moe_onnx.spec import INDICES, Arg, Attr, Axes, Dim, OpSpec, TensorInfo, presence
+from moe_onnx.spec import INDICES, MAX_ROWS, Arg, Attr, Axes, Dim, OpSpec, TensorInfo, presence
 
 NAME = "MoeFinalizeRoutingV2Grad"
 
@@ -402,8 +402,9 @@ BODY = body(
             rows_given = Reshape <allowzero = 1> (expanded_x, rows_2d)
             without_bias = Sub (one, has_bias)
             is_unbiased = Cast <to = 9> (without_bias)
-            long_row = Constant <value_ints = [512]> ()
-            has_long_rows = GreaterOrEqual (hidden, long_row)
+    """,
+    LONG_ROWS,
+    """
             by_matrices = And (is_unbiased, has_long_rows)
     """,
     biases(

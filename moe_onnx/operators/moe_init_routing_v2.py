@@ -26,10 +26,9 @@ from moe_onnx.operators._body import (
     sizes_agree,
     with_zero_row,
 )
-from moe_onnx.spec import INDICES, Arg, Attr, Axes, Dim, OpSpec, TensorInfo
+from moe_onnx.spec import INDICES, MAX_ROWS, Arg, Attr, Axes, Dim, OpSpec, TensorInfo
 
 NAME = "MoeInitRoutingV2"
-MAX_ROWS = 2**31 - 1  # rows and experts are named by int32
 
 
 def moe_init_routing_v2(

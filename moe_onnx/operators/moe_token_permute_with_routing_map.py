@@ -30,7 +30,6 @@ from moe_onnx.operators._body import (
 from moe_onnx.operators._routing_map import (
     BAD_PROBS_DTYPE,
     DROP_AND_PAD,
-    MAX_SIZE,
     ROW_CELLS,
     ROW_PROB,
     SELECTED,
@@ -42,7 +41,7 @@ from moe_onnx.operators._routing_map import (
     size_attribute,
     slot_cells,
 )
-from moe_onnx.spec import INDICES, MAPS, Arg, Axes, Dim, OpSpec, TensorInfo, presence
+from moe_onnx.spec import INDICES, MAPS, MAX_ROWS, Arg, Axes, Dim, OpSpec, TensorInfo, presence
 
 NAME = "MoeTokenPermuteWithRoutingMap"
 
@@ -183,7 +182,7 @@ BODY = body(
     is_not_rank("bad_probs_rank", "probs", "two"),
     is_outside("bad_pad", "drop_and_pad", "zero", "two"),
     f"""
-    size_end = Constant <value_ints = [{MAX_SIZE + 1}]> ()
+    size_end = Constant <value_ints = [{MAX_ROWS + 1}]> ()
     """,
     is_outside("bad_num_out", "num_out_tokens", "zero", "size_end"),
     checks(

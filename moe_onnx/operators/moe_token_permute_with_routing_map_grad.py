@@ -43,7 +43,6 @@ from moe_onnx.operators._routing_map import (
     BAD_PROBS_DTYPE,
     DROP_AND_PAD,
     LAST_SLOT,
-    MAX_SIZE,
     ROW_CELLS,
     SELECTED,
     SIZES,
@@ -53,7 +52,7 @@ from moe_onnx.operators._routing_map import (
     row_cells,
     size_attribute,
 )
-from moe_onnx.spec import INDICES, MAPS, Arg, Axes, OpSpec, TensorInfo, presence
+from moe_onnx.spec import INDICES, MAPS, MAX_ROWS, Arg, Axes, OpSpec, TensorInfo, presence
 
 NAME = "MoeTokenPermuteWithRoutingMapGrad"
 ROWS, PROBS = "permuted_token_output_grad", "permuted_probs_output_grad"
@@ -248,7 +247,7 @@ BODY = body(
     """,
     is_outside("bad_pad", "drop_and_pad", "zero", "two"),
     f"""
-    max_size = Constant <value_ints = [{MAX_SIZE}]> ()
+    max_size = Constant <value_ints = [{MAX_ROWS}]> ()
     size_end = Add (max_size, one)
     """,
     is_outside("bad_experts", "experts_given", "zero", "size_end"),

@@ -14,6 +14,7 @@ import numpy as np
 from moe_onnx.errors import ShapeError
 from moe_onnx.operators._arrays import Array, check_range, check_unique, given, read, wide_dtype
 from moe_onnx.operators._body import (
+    LONG_ROWS,
     attribute,
     body,
     check,
@@ -569,8 +570,9 @@ BODY = body(
     has_probs_now = Cast <to = 9> (has_probs_late)
     num_permuted_late = Add (num_permuted, late_zero)
     all_rows = Equal (num_permuted_late, n)
-    long_row = Constant <value_ints = [512]> ()
-    has_long_rows = GreaterOrEqual (hidden, long_row)
+    """,
+    LONG_ROWS,
+    """
     by_matrices = And (all_rows, has_long_rows)
     rows_shape = Concat <axis = 0> (num_permuted_late, one, hidden)
     permuted_shape = Concat <axis = 0> (num_permuted_late, hidden)

@@ -73,6 +73,19 @@ def checked_batch(
     return done
 
 
+def with_padding(batch: Mapping[str, Any], fewest: int) -> dict[str, Any]:
+    """The batch, filled up with sequences of padding, which count nowhere.
+
+    Args:
+        batch: Of a language model, integers ``[batch, sequence]`` by input name.
+        fewest: How many tokens the graph wants, padding included.
+    """
+    ids = batch["input_ids"]
+    full = {**batch, "attention_mask": batch.get("attention_mask", np.ones_like(ids))}
+    missing = max(-(-fewest // ids.shape[1]) - len(ids), 0)
+    return {name: np.pad(value, ((0, missing), (0, 0))) for name, value in full.items()}
+
+
 def _default(
     info: TensorInfo, done: Mapping[str, Array], sizes: Mapping[str, tuple[int, str]], seed: tuple[int, int]
 ) -> Array:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moe_onnx.errors import OptionError
+from moe_onnx.runtime.batch import with_padding
 from moe_onnx.runtime.training_session import TrainingSession
 
 
@@ -47,10 +48,8 @@ def generate(
     rng = np.random.default_rng(seed)
     fewest = session.manifest.dispatch.get("expert_capacity", 0)
     for _ in range(num_tokens):
-        ids = np.array([tokens[-context:]])
-        padding = ((0, 0), (0, max(fewest - ids.shape[1], 0)))  # a graph with a capacity wants so many
-        batch = {"input_ids": np.pad(ids, padding), "attention_mask": np.pad(np.ones_like(ids), padding)}
-        logits = session.forward(batch)["logits"][0, ids.shape[1] - 1].astype(np.float64)
+        batch = with_padding({"input_ids": np.array([tokens[-context:]])}, fewest)
+        logits = session.forward(batch)["logits"][0, -1].astype(np.float64)
         if temperature == 0:
             tokens.append(int(logits.argmax()))
             continue

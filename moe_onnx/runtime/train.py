@@ -7,9 +7,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from moe_onnx.errors import NonFiniteError, OptionError
+from moe_onnx.runtime.batch import with_padding
 from moe_onnx.runtime.data import TokenDataset
 from moe_onnx.runtime.session import interrupts_deferred
 from moe_onnx.runtime.training_session import TrainingSession
@@ -92,17 +91,7 @@ def evaluate(session: TrainingSession, data: TokenDataset, batches: int = 4) -> 
     total, tokens = 0.0, 0
     fewest = session.manifest.dispatch.get("expert_capacity", 0)
     for batch in data.eval_batches(batches):
-        metrics: Mapping[str, Any] = session.eval(_with_padding(batch, fewest))
+        metrics: Mapping[str, Any] = session.eval(with_padding(batch, fewest))
         total += metrics["lm_loss"] * metrics["num_tokens"]
         tokens += metrics["num_tokens"]
     return total / tokens if tokens else math.nan
-
-
-def _with_padding(batch: Mapping[str, Any], fewest: int) -> Mapping[str, Any]:
-    """The batch, filled up with sequences of padding where a graph wants more tokens; they count nowhere."""
-    ids = batch["input_ids"]
-    missing = -(-fewest // ids.shape[1]) - len(ids)
-    if missing <= 0:
-        return batch
-    mask = batch.get("attention_mask", np.ones_like(ids))
-    return {n: np.pad(v, ((0, missing), (0, 0))) for n, v in {**batch, "attention_mask": mask}.items()}

@@ -247,24 +247,19 @@ class TrainingSession:
         return lr
 
     def _is_finite(self, metrics: dict[str, Any], number: int) -> bool:
+        faults = []
         if count := metrics.get("nan_router_logits", 0):
-            if self.non_finite == "skip":
-                return False
-            raise NonFiniteError(
-                f"Update {number}: {count} router logits are NaN. Nothing was updated. Lower the learning "
-                "rate, or pass non_finite='skip' to leave such batches out.",
-                metrics=metrics,
-            )
+            faults.append(f"{count} router logits are NaN")
         for name, said in (("loss", "loss"), ("grad_norm", "gradient norm")):
             if name in metrics and not math.isfinite(metrics[name]):
-                if self.non_finite == "skip":
-                    return False
-                raise NonFiniteError(
-                    f"Update {number}: the {said} is {metrics[name]}. Nothing was updated. Lower the "
-                    "learning rate, or pass non_finite='skip' to leave such batches out.",
-                    metrics=metrics,
-                )
-        return True
+                faults.append(f"the {said} is {metrics[name]}")
+        if faults and self.non_finite == "raise":
+            raise NonFiniteError(
+                f"Update {number}: {faults[0]}. Nothing was updated. Lower the learning rate, or pass "
+                "non_finite='skip' to leave such batches out.",
+                metrics=metrics,
+            )
+        return not faults
 
 
 def _chosen(assembly: str | None, manifest: Manifest) -> str:
