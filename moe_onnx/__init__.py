@@ -26,12 +26,14 @@ from moe_onnx.errors import (
     LimitError,
     MissingInputError,
     ModelError,
+    ModelFileError,
     MoeOnnxError,
     NonFiniteError,
     OptionError,
     RankError,
     RoutingMapError,
     ShapeError,
+    ValidationError,
 )
 from moe_onnx.operators.moe_finalize_routing_v2 import moe_finalize_routing_v2
 from moe_onnx.operators.moe_finalize_routing_v2_grad import moe_finalize_routing_v2_grad
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     from moe_onnx.runtime.generate import generate
     from moe_onnx.runtime.train import train
     from moe_onnx.runtime.training_session import TrainingSession
+    from moe_onnx.validation.validate import validate
 
 __version__ = PACKAGE_VERSION
 
@@ -82,6 +85,7 @@ __all__ = [
     "LimitError",
     "MissingInputError",
     "ModelError",
+    "ModelFileError",
     "MoeLMConfig",
     "MoeLayerConfig",
     "MoeOnnxError",
@@ -93,6 +97,7 @@ __all__ = [
     "TokenDataset",
     "TrainingGraph",
     "TrainingSession",
+    "ValidationError",
     "__version__",
     "add_function_bodies",
     "build_training_graph",
@@ -115,6 +120,7 @@ __all__ = [
     "register_gradient",
     "save_checkpoint",
     "train",
+    "validate",
 ]
 
 _register_schemas()
@@ -132,6 +138,7 @@ _ON_FIRST_USE = {
     "generate": "moe_onnx.runtime.generate",
     "train": "moe_onnx.runtime.train",
     "TrainingSession": "moe_onnx.runtime.training_session",
+    "validate": "moe_onnx.validation.validate",
 }
 
 

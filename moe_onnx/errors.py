@@ -140,3 +140,19 @@ class CheckpointError(MoeOnnxError, ValueError):
 
 class DataError(MoeOnnxError, ValueError):
     """A file of tokens cannot be used; names file, position, value and legal range."""
+
+
+class ModelFileError(MoeOnnxError, ValueError):
+    """A file is not there, cannot be read, or is not what it should be; names the file."""
+
+
+class ValidationError(MoeOnnxError, ValueError):
+    """A validation found errors; the message lists them.
+
+    Attributes:
+        report: The whole :class:`moe_onnx.validation.findings.Report`.
+    """
+
+    def __init__(self, message: str, *, report: object) -> None:
+        super().__init__(message)
+        self.report = report

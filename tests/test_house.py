@@ -30,7 +30,7 @@ ROOMS = {
     "build": {"errors", "spec", "operators", "adapters", "autodiff"},
     "rewrite": {"errors", "spec", "operators", "adapters", "autodiff"},
     "runtime": {"errors", "spec", "operators", "kernels", "adapters", "autodiff", "rewrite", "build"},
-    "validate": {
+    "validation": {
         "errors",
         "spec",
         "operators",
@@ -111,6 +111,7 @@ def test_public_names() -> None:
         "LimitError",
         "MissingInputError",
         "ModelError",
+        "ModelFileError",
         "MoeLMConfig",
         "MoeLayerConfig",
         "MoeOnnxError",
@@ -123,6 +124,7 @@ def test_public_names() -> None:
         "TokenDataset",
         "TrainingGraph",
         "TrainingSession",
+        "ValidationError",
         "__version__",
         "add_function_bodies",
         "build_training_graph",
@@ -145,6 +147,7 @@ def test_public_names() -> None:
         "register_gradient",
         "save_checkpoint",
         "train",
+        "validate",
     ]
     for name in moe_onnx.__all__:
         assert name == "__version__" or getattr(moe_onnx, name).__doc__, name

@@ -1,0 +1,1 @@
+"""Checks of models and of tensors, and their reports."""

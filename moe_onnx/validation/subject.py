@@ -1,0 +1,263 @@
+"""The model under validation, and what every check asks about it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, helper
+
+from moe_onnx.adapters.schema import tensor_info
+from moe_onnx.errors import ModelFileError
+from moe_onnx.spec import TensorInfo
+from moe_onnx.validation.types import infer_types
+
+
+@dataclass
+class Scope:
+    """A graph, subgraph or function body: a list of nodes in which a name means one value.
+
+    Attributes:
+        where: ``"graph"``, ``"function 'local.Gelu'"``, ``"then_branch of node 'if' (If)"``.
+        nodes: Its nodes, in the file's order.
+        inputs, outputs: Names.
+        graph: The graph, None for a function.
+        function: The function whose body this is, or holds this subgraph; None outside functions.
+        outer: The scope whose names are visible too; None for the main graph and for functions.
+        opsets: Opset version by domain, ``""`` for ONNX's own, that nodes here are of.
+    """
+
+    where: str
+    nodes: list[NodeProto]
+    inputs: list[str]
+    outputs: list[str]
+    graph: GraphProto | None
+    function: FunctionProto | None
+    outer: Scope | None
+    opsets: dict[str, int]
+
+    @cached_property
+    def producers(self) -> dict[str, NodeProto]:
+        """The node that makes a name, in this scope only; the first where there are several."""
+        made: dict[str, NodeProto] = {}
+        for node in self.nodes:
+            for name in node.output:
+                if name:
+                    made.setdefault(name, node)
+        return made
+
+    @cached_property
+    def initializers(self) -> dict[str, onnx.TensorProto]:
+        """Dense initializers by name."""
+        return {} if self.graph is None else {tensor.name: tensor for tensor in self.graph.initializer}
+
+    def producer(self, name: str) -> tuple[Scope, NodeProto] | None:
+        """The node that makes ``name`` and its scope, outer scopes included; None for inputs, constants."""
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.producers:
+                return scope, scope.producers[name]
+            if name in scope.initializers or name in scope.inputs:
+                return None
+            scope = scope.outer
+        return None
+
+    def initializer(self, name: str) -> onnx.TensorProto | None:
+        """The initializer called ``name``, outer scopes included; None where the name is anything else."""
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.initializers and name not in scope.inputs:
+                return scope.initializers[name]
+            if name in scope.producers or name in scope.inputs:
+                return None
+            scope = scope.outer
+        return None
+
+    def place(self, node: NodeProto) -> str:
+        """How a finding names a node: name, operator, and the scope unless it is the main graph."""
+        said = f"node {node.name!r}" if node.name else f"the node of {next(iter(node.output), '')!r}"
+        inside = "" if self.where == "graph" else f" in {self.where}"
+        return f"{said} ({operator_name(node)}){inside}"
+
+    def tensor(self, name: str) -> str:
+        """How a finding names a value."""
+        return f"{name!r}" if self.where == "graph" else f"{name!r} in {self.where}"
+
+
+@dataclass
+class Options:
+    """What :func:`moe_onnx.validate` was asked for."""
+
+    level: str = "static"
+    target: str = ""
+    ub_size: int | None = None  # bytes
+    seed: int = 0
+    max_bytes: int = 2**31  # of weights that "run" may load
+
+
+@dataclass
+class Subject:
+    """A model, without the data of its external tensors.
+
+    Attributes:
+        model: As it stands in the file.
+        name: What the report calls it.
+        path: The file, None for a ``ModelProto``.
+        folder: Where external data is looked for, None where nothing says.
+        options: What was asked for.
+    """
+
+    model: ModelProto
+    name: str
+    path: Path | None = None
+    folder: Path | None = None
+    options: Options = field(default_factory=Options)
+    shared: dict[str, object] = field(default_factory=dict)  # what one check leaves for another
+
+    @cached_property
+    def scopes(self) -> list[Scope]:
+        """Every scope, the main graph first, outer ones before inner ones, then functions."""
+        opsets = {normal_domain(entry.domain): entry.version for entry in self.model.opset_import}
+        found = list(_scopes_of(self.model.graph, "graph", None, None, opsets))
+        for function in self.model.functions:
+            where = f"function '{function.domain}.{function.name}'"
+            own = {normal_domain(entry.domain): entry.version for entry in function.opset_import}
+            body = Scope(
+                where,
+                list(function.node),
+                list(function.input),
+                list(function.output),
+                None,
+                function,
+                None,
+                own,
+            )
+            found += [body, *_inner(body)]
+        return found
+
+    @property
+    def main(self) -> Scope:
+        """The main graph."""
+        return self.scopes[0]
+
+    def nodes(self) -> Iterator[tuple[Scope, NodeProto]]:
+        """Every node of every scope."""
+        for scope in self.scopes:
+            for node in scope.nodes:
+                yield scope, node
+
+    @cached_property
+    def inferred(self) -> tuple[ModelProto, str]:
+        """See :func:`infer_types`: a light copy of the model with types, and what stopped inference."""
+        return infer_types(self.model)
+
+    @cached_property
+    def _types(self) -> list[dict[str, TensorInfo]]:
+        light = self.inferred[0]
+        scopes = Subject(light, self.name).scopes
+        found: list[dict[str, TensorInfo]] = []
+        index = {id(scope): number for number, scope in enumerate(scopes)}
+        for scope in scopes:
+            types = dict(found[index[id(scope.outer)]]) if scope.outer is not None else {}
+            found.append(types | _types_of(scope))
+        return found
+
+    def types(self, scope: Scope) -> dict[str, TensorInfo]:
+        """What onnx can tell of the values that ``scope`` sees: little in functions, whose inputs vary."""
+        return self._types[self._numbers[id(scope)]]
+
+    @cached_property
+    def _numbers(self) -> dict[int, int]:
+        return {id(scope): number for number, scope in enumerate(self.scopes)}
+
+    @cached_property
+    def functions(self) -> dict[tuple[str, str], FunctionProto]:
+        """Local functions by domain and name."""
+        return {(normal_domain(f.domain), f.name): f for f in self.model.functions}
+
+
+def open_subject(source: ModelProto | str | os.PathLike[str], options: Options) -> Subject:
+    """Read a model, but not the data of its external tensors.
+
+    Raises:
+        ModelFileError: If there is no file, or it is not a model.
+    """
+    if isinstance(source, ModelProto):
+        return Subject(source, source.graph.name or "model", options=options)
+    path = Path(source)
+    if not path.exists():
+        raise ModelFileError(f"'{path}': no such file.")
+    if path.is_dir():
+        inside = ", ".join(sorted(p.name for p in path.glob("*.onnx"))) or "none"
+        raise ModelFileError(f"'{path}' is a folder; give a model file. Models in it: {inside}.")
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except DecodeError:
+        raise ModelFileError(
+            f"'{path}' is no ONNX model: its {path.stat().st_size} bytes are not a whole ModelProto. It may "
+            "have been cut off, or be of another format."
+        ) from None
+    except OSError as error:
+        raise ModelFileError(f"'{path}' cannot be read: {error.strerror or error}.") from None
+    if not model.HasField("graph") and not model.functions:
+        raise ModelFileError(f"'{path}' is no ONNX model: it has no graph.")
+    return Subject(model, str(path), path, path.resolve().parent, options)
+
+
+def operator_name(node: NodeProto) -> str:
+    """``Relu``, ``ascend.moe.MoeInitRoutingV2``."""
+    domain = normal_domain(node.domain)
+    return f"{domain}.{node.op_type}" if domain else node.op_type
+
+
+def normal_domain(domain: str) -> str:
+    """``ai.onnx`` is another spelling of ONNX's own, empty, domain."""
+    return "" if domain == "ai.onnx" else domain
+
+
+def subgraphs(node: NodeProto) -> Iterator[tuple[str, GraphProto]]:
+    """The subgraphs of a node by attribute."""
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            yield attribute.name, attribute.g
+        for number, graph in enumerate(attribute.graphs):
+            yield f"{attribute.name}[{number}]", graph
+
+
+def _scopes_of(
+    graph: GraphProto, where: str, outer: Scope | None, function: FunctionProto | None, opsets: dict[str, int]
+) -> Iterator[Scope]:
+    scope = Scope(
+        where,
+        list(graph.node),
+        [value.name for value in graph.input],
+        [value.name for value in graph.output],
+        graph,
+        function,
+        outer,
+        opsets,
+    )
+    yield scope
+    yield from _inner(scope)
+
+
+def _inner(scope: Scope) -> Iterator[Scope]:
+    for node in scope.nodes:
+        for name, graph in subgraphs(node):
+            where = f"{name} of {scope.place(node)}"
+            yield from _scopes_of(graph, where, scope, scope.function, scope.opsets)
+
+
+def _types_of(scope: Scope) -> dict[str, TensorInfo]:
+    values = [] if scope.graph is None else [*scope.graph.input, *scope.graph.value_info, *scope.graph.output]
+    if scope.function is not None and scope.graph is None:
+        values = list(scope.function.value_info)
+    types = {v.name: tensor_info(v.type) for v in values if v.type.HasField("tensor_type")}
+    for name, tensor in scope.initializers.items():
+        types[name] = tensor_info(helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims)))
+    return types

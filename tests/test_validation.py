@@ -1,0 +1,39 @@
+"""Every check finds what it is for, in a model broken for that reason only, and nothing in intact ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from broken_models import Mutation, mutations
+
+import moe_onnx
+from moe_onnx.validation import families
+from moe_onnx.validation.registry import CHECKS, CODES
+
+families.load()
+ALL = mutations()
+
+
+@pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.id)
+def test_a_model_broken_for_one_reason_is_caught_for_it(mutation: Mutation, tmp_path: Path) -> None:
+    options = dict(mutation.options)
+    for folder in ("intact", "broken"):
+        (tmp_path / folder).mkdir()
+    intact = moe_onnx.validate(mutation.intact(tmp_path / "intact"), level=mutation.level, **options)
+    assert mutation.code not in intact.codes, intact.findings
+    assert intact.ok, intact.findings
+    report = moe_onnx.validate(mutation.broken(tmp_path / "broken"), level=mutation.level, **options)
+    assert mutation.code in report.codes, report.findings
+    others = {f.code for f in report.of_severity("error")} - {mutation.code, *mutation.also}
+    assert not others, report.findings
+
+
+def test_every_code_has_a_mutation() -> None:
+    """MO001 is a defect of ours: test_validation_report.py makes one."""
+    assert sorted(CODES) == sorted({mutation.code for mutation in ALL} | {"MO001"})
+
+
+def test_every_code_belongs_to_a_check() -> None:
+    named = {code.name for check in CHECKS for code in check.codes}
+    assert named == set(CODES) - {"MO001"}
