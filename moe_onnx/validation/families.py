@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from importlib import import_module
 
-MODULES: tuple[str, ...] = ()
+MODULES: tuple[str, ...] = (
+    "training",
+    "training_interface",
+    "training_manifest",
+    "training_gradients",
+    "training_updates",
+    "training_experts",
+    "training_operators",
+    "training_folder",
+)
 
 
 def load() -> None:

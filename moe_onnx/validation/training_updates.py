@@ -1,0 +1,102 @@
+"""Updates: each is made of its own parameter, gradient, states, and of the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe_onnx.build.manifest import ParameterInfo
+from moe_onnx.build.optimizers import AdamW
+from moe_onnx.validation.findings import Outcome, Skipped
+from moe_onnx.validation.registry import check, code
+from moe_onnx.validation.subject import Subject
+from moe_onnx.validation.training import Training, few, training_of
+from moe_onnx.validation.training_flow import Flow, flow_of
+from moe_onnx.validation.training_gradients import GRAD_NORM, gradient_parts, usable
+
+INCOMPLETE = code(
+    "MO614",
+    "error",
+    "An update leaves something out",
+    why="A parameter is updated from itself, its gradient, its states and the learning rate; AdamW's bias "
+    "correction needs the step, and clipping the norm. An update without one of them still has the right "
+    "shape: the parameter stands still, starts anew at each step, or ignores the schedule.",
+    mend="Build the graph again with `build_training_graph`; its optimizers equal PyTorch's.",
+)
+CROSSED = code(
+    "MO615",
+    "error",
+    "An update reads what belongs to another parameter",
+    why="States and parameters of one shape that changed places fit everywhere. Adam then divides one "
+    "parameter's gradient by another's second moment, which trains, only worse.",
+    mend="Let each update read its own parameter, gradient and states.",
+)
+
+
+@check("static", INCOMPLETE, CROSSED)
+def updates(subject: Subject) -> Iterator[Outcome]:
+    """Every update reads its own parameter, gradient, states and learning rate, and nobody else's."""
+    training, flow = training_of(subject), flow_of(subject)
+    if why := usable(training, ("step", "apply"), flow):
+        yield Skipped(why)
+        return
+    assert isinstance(training, Training)
+    parts = gradient_parts(training, flow) if training.assembly == "step" else {}
+    owner: dict[str, str] = {}
+    for parameter in training.manifest.parameters:
+        states = [state.input for state in parameter.state.values()]
+        for name in (parameter.name, parameter.gradient, *states):
+            owner[name] = parameter.name
+    for parameter in training.manifest.parameters:
+        yield from _of_parameter(training, flow, parameter, owner, parts)
+
+
+def _of_parameter(
+    training: Training,
+    flow: Flow,
+    parameter: ParameterInfo,
+    owner: dict[str, str],
+    parts: dict[str, frozenset[str]],
+) -> Iterator[Outcome]:
+    applies = training.assembly == "apply"
+    gradient = [parameter.gradient] if applies else []
+    states = {state.output: state.input for state in parameter.state.values()}
+    wanted = {
+        parameter.updated: [parameter.name, *gradient, *states.values(), *_scalars(training, parameter)]
+    }
+    wanted |= {output: [given, *gradient] for output, given in states.items()}
+    for output, needs in wanted.items():
+        if output not in flow.maker:
+            continue
+        spread = flow.spread(output, stop={GRAD_NORM})
+        reached = spread.inputs | spread.beside
+        missing = [name for name in needs if name not in reached and _is_there(flow, name)]
+        foreign = [
+            name for name in sorted(spread.inputs) if owner.get(name, parameter.name) != parameter.name
+        ]
+        if foreign:
+            yield CROSSED(
+                f"output {output!r}",
+                found=f"it reads {few(foreign)} of parameter {owner[foreign[0]]!r}",
+                expected=f"only what belongs to {parameter.name!r}",
+            )
+        elif missing:
+            yield INCOMPLETE(f"output {output!r}", found=f"it does not depend on {few(missing)}")
+        elif not applies and not (spread.leaves & parts.get(parameter.name, spread.leaves)):
+            what = "the gradient" if parameter.trained else "the loads of the experts"
+            yield INCOMPLETE(f"output {output!r}", found=f"it does not depend on {what}")
+
+
+def _scalars(training: Training, parameter: ParameterInfo) -> list[str]:
+    """The hyperparameters that an update needs; those of a selection bias are constants."""
+    optimizer = training.optimizer
+    if not parameter.trained or optimizer is None:
+        return []
+    names = ["lr"]
+    if isinstance(optimizer, AdamW):
+        names.append("step")
+    return names if optimizer.max_grad_norm is None else [*names, GRAD_NORM]
+
+
+def _is_there(flow: Flow, name: str) -> bool:
+    """What the graph does not have at all is a finding about its inputs and outputs."""
+    return name in flow.inputs or name in flow.maker
