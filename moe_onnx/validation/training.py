@@ -62,6 +62,16 @@ def manifest_texts(subject: Subject) -> list[str]:
     return [entry.value for entry in subject.model.metadata_props if entry.key == METADATA_KEY]
 
 
+def carried_manifest(subject: Subject) -> Manifest | str | None:
+    """The manifest in the model's metadata, or what is wrong with it; None where there is none."""
+    if "manifest" not in subject.shared:
+        texts = manifest_texts(subject)
+        subject.shared["manifest"] = parse(texts[0]) if texts else None
+    found = subject.shared["manifest"]
+    assert found is None or isinstance(found, (Manifest, str))
+    return found
+
+
 def parse(text: str | bytes) -> Manifest | str:
     """A manifest, or what is wrong with it."""
     try:
@@ -80,10 +90,9 @@ def few(names: Iterable[str], limit: int = 3) -> str:
 
 
 def _read(subject: Subject) -> Training | str:
-    texts = manifest_texts(subject)
-    if not texts:
+    manifest = carried_manifest(subject)
+    if manifest is None:
         return NO_MANIFEST
-    manifest = parse(texts[0])
     if isinstance(manifest, str):
         return f"the manifest cannot be read ({UNREADABLE.name})"
     config, notes = _config(manifest)
@@ -139,7 +148,7 @@ def manifest(subject: Subject) -> Iterator[Outcome]:
         return
     if len(set(texts)) > 1:
         yield UNREADABLE("the model's metadata", found=f"{len(texts)} different manifests", expected="one")
-    found = parse(texts[0])
+    found = carried_manifest(subject)
     if isinstance(found, str):
         yield UNREADABLE("the manifest in the model's metadata", found=found.rstrip("."))
         return

@@ -90,7 +90,10 @@ class Flow:
         return found
 
     def spread(self, name: str, stop: Collection[str] = ()) -> Spread:
-        """What ``name`` is made of by elementwise operators, not looking behind the values ``stop``."""
+        """What ``name`` is made of by elementwise operators, not looking behind the values ``stop``.
+
+        Another shape of the same elements changes nothing.
+        """
         result, seen, left = Spread(), {name}, [name]
         while left:
             value = left.pop()
@@ -102,7 +105,7 @@ class Flow:
                 if value in self.inputs:
                     result.inputs.add(value)
                 continue
-            if not is_op(self.nodes[number], ELEMENTWISE):
+            if not is_op(self.nodes[number], ELEMENTWISE | MOVES):
                 result.leaves.add(value)
                 result.beside.update(one for one in self.reads[number] if one in self.inputs)
                 continue

@@ -14,7 +14,7 @@ from moe_onnx.build.manifest import FORMAT, Manifest
 from moe_onnx.validation.findings import Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
-from moe_onnx.validation.training import few, manifest_texts, parse
+from moe_onnx.validation.training import carried_manifest, few, parse
 
 DIFFERS = code(
     "MO622",
@@ -56,17 +56,16 @@ def folder(subject: Subject) -> Iterator[Outcome]:
         yield Skipped(f"there is no {_NAME} of this package beside the file")
         return
     beside = parse(text)
-    texts = manifest_texts(subject)
+    carried = carried_manifest(subject)
     if isinstance(beside, str):
-        if texts:  # another program's manifest.json is none of our business
+        if carried is not None:  # another program's manifest.json is none of our business
             yield DIFFERS(f"'{_NAME}'", found=f"it cannot be read: {beside.rstrip('.')}")
         return
     stem = subject.path.stem
-    if not texts:
+    if carried is None:
         if stem in beside.graphs:
             yield STRIPPED(f"'{subject.path.name}'", found="no manifest in its metadata", expected="one")
         return
-    carried = parse(texts[0])
     if isinstance(carried, Manifest) and carried != beside:
         yield DIFFERS(f"'{_NAME}'", found=_difference(beside, carried), expected="as in the graph's metadata")
         return

@@ -58,6 +58,16 @@ TIE = code(
     mend="Let the output projection read 'model.embed_tokens.weight', and sum both gradients.",
 )
 
+TERM = code(
+    "MO625",
+    "error",
+    "A term of the loss does not count",
+    why="The config gives the term a weight, and the graph reports it, but the loss does not depend on it: "
+    "experts are not balanced, logits not held small, while the reported value looks as it should. Trainers "
+    "have lost an auxiliary loss so, by dropping the value that carried it.",
+    mend="Add the weighted term to the loss before the gradients are made.",
+)
+
 EMBEDDING = "model.embed_tokens.weight"
 GRAD_NORM = "grad_norm"
 _MOST_BITS = 2**33  # of the table of dependences: 1 GB
@@ -105,9 +115,9 @@ def _is_total(flow: Flow, name: str) -> bool:
     return not has_axes and int_attribute(node, "keepdims", 1) == 0
 
 
-@check("static", UNUSED, TIE)
+@check("static", UNUSED, TERM, TIE)
 def reach(subject: Subject) -> Iterator[Outcome]:
-    """Every parameter reaches the loss, or the output of a graph without one."""
+    """Every parameter, and every term, reaches the loss, or the output of a graph without one."""
     training, flow = training_of(subject), flow_of(subject)
     if why := usable(training, ("step", "grad", "eval", "forward"), flow):
         yield Skipped(why)
@@ -137,6 +147,10 @@ def reach(subject: Subject) -> Iterator[Outcome]:
             found=f"{readers}{'; ' * bool(instead)}{instead}",
             expected=f"a way to {loss!r}",
         )
+    terms = ("lm_loss", "mse_loss", "aux_loss", "z_loss")
+    for name in [one.name for one in training.info.outputs_of("metric") if one.name in terms]:
+        if name in flow.maker and name not in before:
+            yield TERM(f"output {name!r}", found="the loss does not depend on it", expected="it does")
     config = training.config
     if isinstance(config, MoeLMConfig) and config.tie_word_embeddings and EMBEDDING in before:
         yield from _tie(training, flow, before)
