@@ -556,6 +556,7 @@ _MANIFEST = [
     case("MO601", "no JSON", layer_eval, with_text(lambda text: "{not json")),
     case("MO601", "cut off", layer_eval, with_text(lambda text: text[: len(text) // 2])),
     case("MO601", "nested too deeply", layer_eval, with_text(lambda text: "[" * 100_000)),
+    case("MO601", "half a character", layer_eval, set_at("config", "kind", to="\ud800")),
     case("MO601", "another version", layer_eval, set_at("format_version", to=2)),
     case("MO601", "another format", layer_eval, set_at("format", to="else")),
     case("MO601", "no graphs", layer_eval, with_manifest(lambda data: data.pop("graphs"))),
@@ -655,6 +656,28 @@ _UPDATES = [
     case("MO613", "two updates of one gradient", step_model, one_gradient),
 ]
 
+
+def constant(old: float, new: float) -> Callable[[ModelProto], None]:
+    """Another value for a constant."""
+
+    def break_it(model: ModelProto) -> None:
+        for tensor in model.graph.initializer:
+            value = numpy_helper.to_array(tensor)
+            if value.shape == () and np.float32(value) == np.float32(old):
+                tensor.CopyFrom(numpy_helper.from_array(np.array(new, value.dtype), tensor.name))
+
+    return break_it
+
+
+_CONSTANTS = [
+    case("MO626", "another beta1", layer_apply, constant(0.9, 0.95)),
+    case("MO626", "another beta2", layer_step, constant(0.999, 0.99)),
+    case("MO626", "another eps", layer_apply, constant(1e-8, 1e-6)),
+    case("MO626", "another weight decay", layer_apply, constant(0.01, 0.1)),
+    case("MO626", "another rate of balance", biased_step, constant(0.01, 0.1)),
+    case("MO626", "another limit", layer_apply, set_at("optimizer", "max_grad_norm", to=0.25)),
+]
+
 _EXPERTS = [
     case("MO616", "a branch is lost", layer_eval, lose_branch),
     case("MO616", "a gradient is constant", layer_grad, constant_expert),
@@ -684,6 +707,6 @@ _FOLDER = [
 ]
 
 MUTATIONS: list[Mutation] = [
-    *(*_MANIFEST, *_INTERFACE, *_GRADIENTS, *_UPDATES),
+    *(*_MANIFEST, *_INTERFACE, *_GRADIENTS, *_UPDATES, *_CONSTANTS),
     *(*_EXPERTS, *_OPERATORS, *_FOLDER),
 ]

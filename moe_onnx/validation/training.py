@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -75,11 +76,27 @@ def carried_manifest(subject: Subject) -> Manifest | str | None:
 def parse(text: str | bytes) -> Manifest | str:
     """A manifest, or what is wrong with it."""
     try:
+        if _has_half_characters(text):
+            return "The manifest holds halves of characters, which no file and no console can show."
         return Manifest.from_json(text)
     except (ModelError, UnicodeDecodeError) as error:
         return str(error)
     except RecursionError:
         return "The manifest is nested too deeply."
+
+
+def _has_half_characters(text: str | bytes) -> bool:
+    """Whether JSON spells lone surrogates, which fail much later, when a report is written."""
+    spelled = text if isinstance(text, str) else text.decode("utf-8")
+    if "\\ud" not in spelled.lower():
+        return False
+    try:
+        json.dumps(json.loads(spelled), ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    except ValueError:
+        pass  # no JSON at all
+    return False
 
 
 def few(names: Iterable[str], limit: int = 3) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from onnx import AttributeProto, GraphProto, NodeProto
+from onnx import AttributeProto, GraphProto, NodeProto, numpy_helper
+from onnx.external_data_helper import uses_external_data
 
 from moe_onnx.validation.subject import Scope, Subject, normal_domain
 
@@ -27,11 +28,13 @@ class Spread:
         inputs: Graph inputs that are reached so.
         leaves: Values that other operators make.
         beside: Graph inputs that the operators of the leaves read.
+        constants: Initializers and outputs of Constant nodes.
     """
 
     inputs: set[str] = field(default_factory=set)
     leaves: set[str] = field(default_factory=set)
     beside: set[str] = field(default_factory=set)
+    constants: set[str] = field(default_factory=set)
 
 
 class Flow:
@@ -102,8 +105,10 @@ class Flow:
                 continue
             number = self.maker.get(value)
             if number is None:
-                if value in self.inputs:
-                    result.inputs.add(value)
+                (result.inputs if value in self.inputs else result.constants).add(value)
+                continue
+            if is_op(self.nodes[number], ("Constant",)):
+                result.constants.add(value)
                 continue
             if not is_op(self.nodes[number], ELEMENTWISE | MOVES):
                 result.leaves.add(value)
@@ -146,6 +151,23 @@ class Flow:
                 if waits[user] == 0:
                     ready.append(user)
         return order
+
+
+def scalar(flow: Flow, name: str) -> float | None:
+    """The value of a constant of one element, None where it is none or cannot be read."""
+    tensor = flow.scope.initializers.get(name)
+    if tensor is None and (node := flow.node(name)) is not None:
+        for attribute in node.attribute:
+            if attribute.name == "value_float":
+                return float(attribute.f)
+            if attribute.name == "value":
+                tensor = attribute.t
+    if tensor is None or any(dim != 1 for dim in tensor.dims) or uses_external_data(tensor):
+        return None
+    try:
+        return float(numpy_helper.to_array(tensor).reshape(()))
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError):
+        return None
 
 
 def flow_of(subject: Subject) -> Flow:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from moe_onnx.build.manifest import ParameterInfo
-from moe_onnx.build.optimizers import AdamW
+from moe_onnx.build.optimizers import SGD, AdamW
 from moe_onnx.validation.findings import Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
 from moe_onnx.validation.training import Training, few, training_of
-from moe_onnx.validation.training_flow import Flow, flow_of
+from moe_onnx.validation.training_flow import Flow, flow_of, scalar
 from moe_onnx.validation.training_gradients import GRAD_NORM, gradient_parts, usable
 
 INCOMPLETE = code(
@@ -30,11 +32,20 @@ CROSSED = code(
     "parameter's gradient by another's second moment, which trains, only worse.",
     mend="Let each update read its own parameter, gradient and states.",
 )
+CONSTANT = code(
+    "MO626",
+    "error",
+    "An update computes with another constant than its optimizer says",
+    why="Betas, eps, weight decay, momentum and the clipping limit are constants of the graph; manifest and "
+    "checkpoint only repeat them. If they differ, a run is resumed, compared and reported with values that "
+    "it was not trained with.",
+    mend="Build the graph again with the optimizer that is meant; its options cannot be changed afterwards.",
+)
 
 
-@check("static", INCOMPLETE, CROSSED)
+@check("static", INCOMPLETE, CROSSED, CONSTANT)
 def updates(subject: Subject) -> Iterator[Outcome]:
-    """Every update reads its own parameter, gradient, states and learning rate, and nobody else's."""
+    """Every update is made of its own parameter, gradient, states, and its optimizer's constants."""
     training, flow = training_of(subject), flow_of(subject)
     if why := usable(training, ("step", "apply"), flow):
         yield Skipped(why)
@@ -84,6 +95,41 @@ def _of_parameter(
         elif not applies and not (spread.leaves & parts.get(parameter.name, spread.leaves)):
             what = "the gradient" if parameter.trained else "the loads of the experts"
             yield INCOMPLETE(f"output {output!r}", found=f"it does not depend on {what}")
+        else:
+            key = next((key for key, state in parameter.state.items() if state.output == output), "")
+            yield from _constants(training, flow, parameter, output, key, spread.constants)
+
+
+def _constants(
+    training: Training, flow: Flow, parameter: ParameterInfo, output: str, state: str, names: set[str]
+) -> Iterator[Outcome]:
+    values = [scalar(flow, name) for name in names]
+    read = {np.float32(value) for value in values if value is not None}
+    for option, value in _options(training, parameter, state).items():
+        if np.float32(value) not in read:
+            there = ", ".join(f"{one:g}" for one in sorted(read)) or "none"
+            yield CONSTANT(
+                f"output {output!r}", found=f"constants {there}", expected=f"{option} = {value:g} among them"
+            )
+
+
+def _options(training: Training, parameter: ParameterInfo, state: str) -> dict[str, float]:
+    """The options that must stand in an update as they are, by name; ``state`` is "" for the parameter."""
+    optimizer, config = training.optimizer, training.config
+    if not parameter.trained:
+        rate = 0.0 if config is None else config.router_bias_update_rate
+        return {"router_bias_update_rate": rate} if rate else {}
+    wanted: dict[str, float] = {}
+    if optimizer is None:
+        return wanted
+    if optimizer.max_grad_norm is not None:
+        wanted["max_grad_norm"] = optimizer.max_grad_norm
+    decay = {"weight_decay": optimizer.weight_decay} if parameter.weight_decay else {}
+    if isinstance(optimizer, SGD):
+        momentum = {"momentum": optimizer.momentum} if optimizer.momentum else {}
+        return wanted | decay | momentum
+    betas = {"exp_avg": {"beta1": optimizer.beta1}, "exp_avg_sq": {"beta2": optimizer.beta2}}
+    return wanted | betas.get(state, {"eps": optimizer.eps, **decay})
 
 
 def _scalars(training: Training, parameter: ParameterInfo) -> list[str]:
