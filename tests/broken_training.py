@@ -425,6 +425,15 @@ def without_auxiliary_loss(model: ModelProto) -> None:
     del total.input[1:]
 
 
+def norm_twice(model: ModelProto) -> None:
+    """The last norm reads the weight of the first one as well."""
+    node = first_user(model, "model.norm.weight", "Mul")
+    first = "model.layers.0.input_layernorm.weight"
+    scaled = helper.make_node("Mul", [node.input[0], first], ["scaled_twice"])
+    node.input[0] = "scaled_twice"
+    model.graph.node.insert(list(model.graph.node).index(node), scaled)
+
+
 def half_tied_gradient(model: ModelProto) -> None:
     skip_operand(f"{EMBED}.grad", "Add", 0)(model)
 
@@ -625,6 +634,7 @@ _GRADIENTS = [
     case("MO613", "of one input, changed places", grad_model, swap(f"{Q0}.grad", f"{O0}.grad")),
     case("MO613", "two gradients are one", grad_model, remake(f"{Q0}.grad", "Identity", f"{Q1}.grad")),
     case("MO625", "the auxiliary loss is only reported", layer_grad, without_auxiliary_loss),
+    case("MO627", "a norm twice", grad_model, norm_twice),
     case("MO620", "a gradient is not in the norm", layer_grad, out_of_norm),
     case("MO620", "nor in that of a step", layer_step, out_of_norm),
     case("MO621", "the head is a copy", grad_model, untie_head),

@@ -68,6 +68,16 @@ TERM = code(
     mend="Add the weighted term to the loss before the gradients are made.",
 )
 
+TWICE = code(
+    "MO627",
+    "warning",
+    "A parameter is read in more places than its model has",
+    why="Each parameter stands in one place of its layer, a tied embedding in two. Read somewhere else as "
+    "well, it shares a weight that the config does not share: its gradient is then the sum of both "
+    "uses, and a checkpoint of it is another model in other frameworks.",
+    mend="Give the second place a parameter of its own, or say in the config that they are tied.",
+)
+
 EMBEDDING = "model.embed_tokens.weight"
 GRAD_NORM = "grad_norm"
 _MOST_BITS = 2**33  # of the table of dependences: 1 GB
@@ -115,7 +125,7 @@ def _is_total(flow: Flow, name: str) -> bool:
     return not has_axes and int_attribute(node, "keepdims", 1) == 0
 
 
-@check("static", UNUSED, TERM, TIE)
+@check("static", UNUSED, TWICE, TERM, TIE)
 def reach(subject: Subject) -> Iterator[Outcome]:
     """Every parameter, and every term, reaches the loss, or the output of a graph without one."""
     training, flow = training_of(subject), flow_of(subject)
@@ -129,30 +139,35 @@ def reach(subject: Subject) -> Iterator[Outcome]:
         return
     before = flow.ancestors([loss])
     noisy = training.assembly in ("step", "grad")
-    used: dict[tuple[int, ...], list[str]] = {}
+    config = training.config
+    tied = isinstance(config, MoeLMConfig) and config.tie_word_embeddings
+    used: dict[tuple[int, ...], list[tuple[str, str]]] = {}
     for parameter in training.manifest.parameters:
         places = _uses(flow, parameter.name, before)
-        if len(places) > 1 and parameter.name != EMBEDDING:
-            said = f"{parameter.name!r} is read in {len(places)} places: {', '.join(places[:3])}"
-            used.setdefault(parameter.shape, []).append(said)
+        if len(places) > (2 if tied and parameter.name == EMBEDDING else 1):
+            said = f"is read in {len(places)} places: {', '.join(places[:3])}"
+            used.setdefault(parameter.shape, []).append((parameter.name, said))
     for parameter in training.manifest.parameters:
         name = parameter.name
         # Only training adds noise to a router.
         if name in before or name not in flow.inputs or (not noisy and name.endswith("gate.noise.weight")):
             continue
-        instead = "; ".join(used.get(parameter.shape, [])[:1])
+        # What stands in its place is the same finding.
+        other = used[parameter.shape].pop() if used.get(parameter.shape) else None
+        instead = f"{other[0]!r} {other[1]}" if other else ""
         readers = "only its update reads it" if name in flow.users else "no node reads it"
         yield UNUSED(
             f"parameter {name!r}",
             found=f"{readers}{'; ' * bool(instead)}{instead}",
             expected=f"a way to {loss!r}",
         )
+    for name, said in (one for several in used.values() for one in several):
+        yield TWICE(f"parameter {name!r}", found=f"it {said}")
     terms = ("lm_loss", "mse_loss", "aux_loss", "z_loss")
     for name in [one.name for one in training.info.outputs_of("metric") if one.name in terms]:
         if name in flow.maker and name not in before:
             yield TERM(f"output {name!r}", found="the loss does not depend on it", expected="it does")
-    config = training.config
-    if isinstance(config, MoeLMConfig) and config.tie_word_embeddings and EMBEDDING in before:
+    if tied and EMBEDDING in before:
         yield from _tie(training, flow, before)
 
 
