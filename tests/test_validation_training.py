@@ -213,7 +213,7 @@ def _parameter_of(model: onnx.ModelProto) -> Any:
 def test_a_lost_expert_is_named_with_its_number() -> None:
     found = [f for f in moe_onnx.validate(broken_by(layer_eval, broken.lose_branch)) if f.code == "MO616"]
     assert "'experts.up_proj'" in found[0].where
-    assert "expert 2 of 3 do not reach 'loss'" in found[0].found
+    assert "expert 2 of 3 without a way to 'loss'" in found[0].found
 
 
 def test_a_frozen_parameter_is_called_so() -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
 from moe_onnx.build.manifest import METADATA_KEY, GraphInfo, Manifest
 from moe_onnx.build.optimizers import Optimizer, optimizer_from_dict
 from moe_onnx.build.recipe import CONFIGS
 from moe_onnx.errors import ConfigError, ModelError
-from moe_onnx.validation.findings import Outcome, Skipped
+from moe_onnx.validation.findings import Finding, Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
 
@@ -104,6 +104,12 @@ def few(names: Iterable[str], limit: int = 3) -> str:
     listed = [repr(name) for name in names]
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
     return ", ".join(listed[:limit]) + more
+
+
+def collapsed(findings: Sequence[Finding], what: str) -> Finding:
+    """One finding for all of one cause: the first, and how many more there are."""
+    first, more = findings[0], len(findings) - 1
+    return replace(first, found=f"{first.found}; and {more} more {what} alike") if more else first
 
 
 def _read(subject: Subject) -> Training | str:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from onnx import NodeProto
 
-from moe_onnx.validation.findings import Outcome, Skipped
+from moe_onnx.validation.findings import Finding, Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
-from moe_onnx.validation.training import Training, few, training_of
+from moe_onnx.validation.training import Training, collapsed, few, training_of
 from moe_onnx.validation.training_flow import Flow, flow_of, int_attribute, is_op
 from moe_onnx.validation.training_gradients import loss_of, usable
 
@@ -50,8 +50,12 @@ def experts(subject: Subject) -> Iterator[Outcome]:
     if count < 2:
         yield Skipped("there is one expert")
         return
-    yield from _lost(training, flow, count)
-    yield from _mixed(flow, count)
+    lost = list(_lost(training, flow, count))
+    if lost:
+        yield collapsed(lost, "parameters")
+    for outcome in _mixed(flow, count):
+        if not lost or outcome.code != LOST.name:  # where they are joined they are lost as well
+            yield outcome
 
 
 def is_split(node: NodeProto, count: int) -> bool:
@@ -59,7 +63,7 @@ def is_split(node: NodeProto, count: int) -> bool:
     return is_op(node, ("Split",)) and len(node.output) == count and int_attribute(node, "axis", 0) == 0
 
 
-def _lost(training: Training, flow: Flow, count: int) -> Iterator[Outcome]:
+def _lost(training: Training, flow: Flow, count: int) -> Iterator[Finding]:
     loss = loss_of(training)
     if loss not in flow.maker:
         return
@@ -73,9 +77,9 @@ def _lost(training: Training, flow: Flow, count: int) -> Iterator[Outcome]:
             if gone:
                 yield LOST(
                     f"parameter {parameter.name!r}",
-                    found=f"{_experts(gone)} of {count} do not reach {loss!r}: parts {gone[:8]} of "
+                    found=f"{_experts(gone)} of {count} without a way to {loss!r}: parts {gone[:8]} of "
                     f"{flow.scope.place(node)} are not used",
-                    expected="all do",
+                    expected="a branch for each",
                 )
 
 
@@ -83,7 +87,7 @@ def _experts(numbers: Sequence[int]) -> str:
     return f"expert {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} experts"
 
 
-def _mixed(flow: Flow, count: int) -> Iterator[Outcome]:
+def _mixed(flow: Flow, count: int) -> Iterator[Finding]:
     """Follow each part of the splits by expert until the parts are joined again."""
     label: dict[str, int] = {}
     for number in flow.order:
@@ -112,7 +116,7 @@ def _mixed(flow: Flow, count: int) -> Iterator[Outcome]:
         label.update((name, labels[0]) for name in node.output if name)
 
 
-def _join(flow: Flow, node: NodeProto, label: Mapping[str, int]) -> Iterator[Outcome]:
+def _join(flow: Flow, node: NodeProto, label: Mapping[str, int]) -> Iterator[Finding]:
     parts = [label.get(name) for name in node.input]
     if parts == list(range(len(parts))):
         return

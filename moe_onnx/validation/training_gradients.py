@@ -144,7 +144,7 @@ def reach(subject: Subject) -> Iterator[Outcome]:
     used: dict[tuple[int, ...], list[tuple[str, str]]] = {}
     for parameter in training.manifest.parameters:
         places = _uses(flow, parameter.name, before)
-        if len(places) > (2 if tied and parameter.name == EMBEDDING else 1):
+        if len(places) > (2 if parameter.name == EMBEDDING else 1):
             said = f"is read in {len(places)} places: {', '.join(places[:3])}"
             used.setdefault(parameter.shape, []).append((parameter.name, said))
     for parameter in training.manifest.parameters:

@@ -76,6 +76,8 @@ def interface_findings(subject: Subject, training: Training) -> Iterator[Outcome
     """What differs between a graph and the manifest's entry of it."""
     graph, info = subject.model.graph, training.info
     frozen = {tensor.name for tensor in graph.initializer}
+    unsound = list(_loss(training))
+    yield from unsound
     for side, values, wanted in (
         ("input", graph.input, info.inputs),
         ("output", graph.output, info.outputs),
@@ -83,19 +85,19 @@ def interface_findings(subject: Subject, training: Training) -> Iterator[Outcome
         given = [value.name for value in values]
         names = [one.name for one in wanted]
         where = f"{side}s of the graph {training.assembly!r}"
-        if missing := [one for one in wanted if one.name not in set(given)]:
-            yield INTERFACE(where, found=_missing(missing, side, frozen), expected="those of the manifest")
+        missing = [one for one in wanted if one.name not in set(given)]
         extra = [name for name in dict.fromkeys(given) if name not in set(names)]
         unfed = [name for name in extra if side == "input" and name not in frozen]
-        if unfed:
-            yield INTERFACE(where, found=f"{few(unfed)} stand there, which the manifest does not name")
+        said = [_missing(missing, side, frozen)] if missing else []
+        said += [f"the manifest does not name {few(unfed)}"] if unfed else []
+        if said:
+            yield INTERFACE(where, found="; ".join(said), expected="those of the manifest")
         elif side == "output" and extra:
-            yield CHANGED(where, found=f"{few(extra)} stand there, which the manifest does not name")
+            yield CHANGED(where, found=f"the manifest does not name {few(extra)}")
         elif not missing and not extra and given != names and len(given) == len(names):
             first = next(i for i, name in enumerate(names) if given[i] != name)
             yield CHANGED(where, found=f"{given[first]!r} is number {first}", expected=f"{names[first]!r}")
-        yield from _types(side, values, wanted)
-    yield from _loss(training)
+        yield from _types(side, values, wanted, bool(unsound))
 
 
 def _missing(missing: Sequence[TensorInfo], side: str, frozen: Collection[str]) -> str:
@@ -108,7 +110,9 @@ def _missing(missing: Sequence[TensorInfo], side: str, frozen: Collection[str]) 
     return f"missing {side}s: {said}{also if side == 'input' else ''}"
 
 
-def _types(side: str, values: Iterable[ValueInfoProto], wanted: Sequence[TensorInfo]) -> Iterator[Outcome]:
+def _types(
+    side: str, values: Iterable[ValueInfoProto], wanted: Sequence[TensorInfo], unsound: bool
+) -> Iterator[Outcome]:
     by_name = {value.name: value.type.tensor_type for value in values}
     pairs = [(one, by_name[one.name]) for one in wanted if one.name in by_name]
     floats = [tensor.elem_type for one, tensor in pairs if one.dtype == "float32"]
@@ -127,7 +131,7 @@ def _types(side: str, values: Iterable[ValueInfoProto], wanted: Sequence[TensorI
         elif any(isinstance(h, int) and isinstance(w, str) for h, w in zip(dims, one.shape, strict=True)):
             fixed.append((one, _shape(dims), _shape(one.shape)))
     losses = [(have, want) for one, have, want in wrong if one.name == _LOSS]
-    if losses:
+    if losses and not unsound:
         yield LOSS(f"output {_LOSS!r}", found=losses[0][0], expected=losses[0][1])
     for found, kind in (([one for one in wrong if one[0].name != _LOSS], INTERFACE_TYPE), (fixed, CHANGED)):
         if found:

@@ -10,10 +10,10 @@ from moe_onnx.build.forward import batch_inputs, moe_layers
 from moe_onnx.build.manifest import Manifest, ParameterInfo
 from moe_onnx.build.optimizers import Optimizer, state_names
 from moe_onnx.build.parameters import Parameter, parameters_of
-from moe_onnx.validation.findings import Outcome, Skipped
+from moe_onnx.validation.findings import Finding, Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
-from moe_onnx.validation.training import Config, Training, few, training_of
+from moe_onnx.validation.training import Config, Training, collapsed, few, training_of
 
 PARAMETERS = code(
     "MO603",
@@ -78,12 +78,18 @@ def parameters(subject: Subject) -> Iterator[Outcome]:
             found="; ".join(said),
             expected=f"the {len(expected)} of its config",
         )
-    yield from _shapes(training.config, expected, found)
+    same: dict[str, list[Finding]] = {}
+    for finding in _shapes(training.config, expected, found):
+        same.setdefault(
+            finding.found.partition(" shape ")[0] if "experts" in finding.where else "", []
+        ).append(finding)
+    for findings in same.values():
+        yield collapsed(findings, "parameters")
 
 
 def _shapes(
     config: Config, expected: dict[str, Parameter], found: dict[str, ParameterInfo]
-) -> Iterator[Outcome]:
+) -> Iterator[Finding]:
     for name in expected:
         if name not in found:
             continue
@@ -122,32 +128,27 @@ def optimizer(subject: Subject) -> Iterator[Outcome]:
 
 
 def _states(manifest: Manifest, optimizer: Optimizer) -> Iterator[Outcome]:
-    wrong: dict[str, list[str]] = {}
+    wrong: dict[tuple[str, str, bool], list[str]] = {}
     decays = []
     for parameter in manifest.parameters:
-        wanted = set(state_names(optimizer)) if parameter.trained else set()
-        if wanted - set(parameter.state):
-            wrong.setdefault(f"lack {', '.join(sorted(wanted - set(parameter.state)))}", []).append(
-                parameter.name
-            )
-        elif set(parameter.state) - wanted:
-            extra = ", ".join(sorted(set(parameter.state) - wanted))
-            wrong.setdefault(f"have {extra!r}, which the optimizer does not use", []).append(parameter.name)
+        wanted = state_names(optimizer) if parameter.trained else ()
+        if parameter.state.keys() != set(wanted):
+            have = ", ".join(map(repr, parameter.state)) or "none"
+            need = ", ".join(wanted) or "none"
+            wrong.setdefault((have, need, parameter.trained), []).append(parameter.name)
         if parameter.weight_decay != (parameter.trained and optimizer.decays(parameter.name)):
             decays.append(parameter.name)
     kind = type(optimizer).__name__
-    for what, names in wrong.items():
-        yield OPTIMIZER(
-            f"states of parameter {names[0]!r}",
-            found=f"{few(names)} {what}",
-            expected=f"those of {kind}: {', '.join(state_names(optimizer)) or 'none'}",
-        )
+    for (have, need, trained), names in wrong.items():
+        why = f"those of {kind}" if trained else "as no gradient trains it"
+        more = f"; and {len(names) - 1} more parameters alike" if len(names) > 1 else ""
+        yield OPTIMIZER(f"states of parameter {names[0]!r}", found=f"{have}{more}", expected=f"{need}, {why}")
     if decays:
-        have = manifest.parameter(decays[0]).weight_decay
+        is_on = manifest.parameter(decays[0]).weight_decay
         yield OPTIMIZER(
             f"weight decay of parameter {decays[0]!r}",
-            found=f"{have} for {few(decays)}",
-            expected=f"{not have}, by the optimizer's weight_decay and no_decay",
+            found=f"{is_on} for {few(decays)}",
+            expected=f"{not is_on}, by the optimizer's weight_decay and no_decay",
         )
 
 
@@ -176,9 +177,13 @@ def _batch(manifest: Manifest, config: Config) -> Iterator[Outcome]:
             differ = [name for name in {**wanted, **have} if have.get(name) != wanted.get(name)]
             yield OPTIMIZER(
                 f"batch inputs of the graph {assembly!r} in the manifest",
-                found=f"{differ[0]!r} is {have.get(differ[0], 'absent')}",
-                expected=f"{wanted.get(differ[0], 'absent')}",
+                found=f"{differ[0]!r} is {_tensor(have.get(differ[0]))}",
+                expected=_tensor(wanted.get(differ[0])),
             )
+
+
+def _tensor(kind: tuple[str, tuple[int | str, ...]] | None) -> str:
+    return "absent" if kind is None else f"{kind[0]} [{', '.join(map(str, kind[1]))}]"
 
 
 @check("static", COMPANIONS)
@@ -188,7 +193,7 @@ def companions(subject: Subject) -> Iterator[Outcome]:
     if isinstance(training, str):
         yield Skipped(training)
         return
-    manifest = training.manifest
+    manifest, shared = training.manifest, False
     for what, names in (
         ("parameters", [p.name for p in manifest.parameters]),
         ("gradients", [p.gradient for p in manifest.parameters]),
@@ -197,12 +202,19 @@ def companions(subject: Subject) -> Iterator[Outcome]:
         ("state outputs", [s.output for p in manifest.parameters for s in p.state.values()]),
     ):
         if twice := [name for name, count in Counter(names).items() if count > 1]:
+            shared = True
             yield COMPANIONS(
                 f"{what} of the manifest",
                 found=f"{few(twice)} named by {_owners(manifest, twice[0])}",
                 expected="each named once",
             )
-    yield from _roles(training)
+    if shared:
+        return  # what the graphs have besides follows from it
+    wrong: dict[str, list[Finding]] = {}
+    for name, finding in _roles(training):
+        wrong.setdefault(name, []).append(finding)
+    for findings in wrong.values():
+        yield collapsed(findings, "inputs and outputs")
 
 
 def _owners(manifest: Manifest, name: str) -> str:
@@ -215,8 +227,8 @@ def _owners(manifest: Manifest, name: str) -> str:
     return few(owners)
 
 
-def _roles(training: Training) -> Iterator[Outcome]:
-    """The manifest's graphs have what their parameters need, in and out."""
+def _roles(training: Training) -> Iterator[tuple[str, Finding]]:
+    """Whether the manifest's graphs have what their parameters need; findings by parameter."""
     every = training.manifest.parameters
     by_role = {
         "parameter": [(p.name, p) for p in every],
@@ -249,7 +261,7 @@ def _match(
     where: str,
     have: Sequence[tuple[str, str, tuple[int | str, ...]]],
     wanted: Sequence[tuple[str, ParameterInfo]],
-) -> Iterator[Outcome]:
+) -> Iterator[tuple[str, Finding]]:
     names = Counter(name for name, _, _ in have)
     missing = [name for name, _ in wanted if name not in names]
     known = dict(wanted)
@@ -258,12 +270,14 @@ def _match(
     for found, said in ((missing, "is missing"), (extra, "belongs to no parameter"), (twice, "stands twice")):
         if found:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            yield COMPANIONS(where, found=f"{found[0]!r}{more} {said}", expected="one for each parameter")
+            expected = "one for each parameter"
+            yield f"{where} {said}", COMPANIONS(where, found=f"{found[0]!r}{more} {said}", expected=expected)
     for name, dtype, shape in have:
         if name in known and (dtype, shape) != (known[name].dtype, known[name].shape):
             parameter = known[name]
-            yield COMPANIONS(
+            finding = COMPANIONS(
                 f"{where}: {name!r}",
-                found=f"{dtype} {list(shape)}",
-                expected=f"{parameter.dtype} {list(parameter.shape)}, as parameter {parameter.name!r}",
+                found=_tensor((dtype, shape)),
+                expected=f"{_tensor((parameter.dtype, parameter.shape))}, as parameter {parameter.name!r}",
             )
+            yield parameter.name, finding

@@ -58,14 +58,21 @@ def operators(subject: Subject) -> Iterator[Outcome]:
     found = [(s, n) for s, n in subject.nodes() if n.domain in _OURS and s.function is None]
     counts = Counter(node.op_type for _, node in found)
     given = {one.name for one in subject.model.graph.output} - {one.name for one in training.info.outputs}
-    inlined = []
+    inlined, wrong = [], []
     for name, number in _wanted(training.config, backward).items():
         if counts[name] == 0 and number and (DOMAIN, name) not in subject.functions:
             inlined.append(name)  # as onnxruntime does before it saves an optimised model
         elif given and not backward and counts[name] > number:
             continue  # the graph was differentiated again, or has further outputs of another kind
         elif counts[name] != number:
-            yield COUNT(f"operator {name}", found=f"{counts[name]} nodes", expected=f"{number}")
+            wrong.append(name)
+    if wrong:
+        wanted = _wanted(training.config, backward)
+        yield COUNT(
+            f"operator {wrong[0]}" + f" and {len(wrong) - 1} more" * (len(wrong) > 1),
+            found=", ".join(f"{counts[name]} {name}" for name in wrong),
+            expected=", ".join(f"{wanted[name]} {name}" for name in wrong),
+        )
     if inlined:
         yield Skipped(f"{', '.join(inlined)}: bodies have taken the place of the operators")
     legal = _attributes(training.config)

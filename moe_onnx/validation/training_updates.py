@@ -8,10 +8,10 @@ import numpy as np
 
 from moe_onnx.build.manifest import ParameterInfo
 from moe_onnx.build.optimizers import SGD, AdamW
-from moe_onnx.validation.findings import Outcome, Skipped
+from moe_onnx.validation.findings import Finding, Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
-from moe_onnx.validation.training import Training, few, training_of
+from moe_onnx.validation.training import Training, collapsed, few, training_of
 from moe_onnx.validation.training_flow import Flow, flow_of, scalar
 from moe_onnx.validation.training_gradients import GRAD_NORM, gradient_parts, usable
 
@@ -57,8 +57,12 @@ def updates(subject: Subject) -> Iterator[Outcome]:
         states = [state.input for state in parameter.state.values()]
         for name in (parameter.name, parameter.gradient, *states):
             owner[name] = parameter.name
+    same: dict[tuple[str, str], list[Finding]] = {}
     for parameter in training.manifest.parameters:
-        yield from _of_parameter(training, flow, parameter, owner, parts)
+        for kind, finding in _of_parameter(training, flow, parameter, owner, parts):
+            same.setdefault((finding.code, kind), []).append(finding)
+    for findings in same.values():
+        yield collapsed(findings, "outputs")
 
 
 def _of_parameter(
@@ -67,7 +71,8 @@ def _of_parameter(
     parameter: ParameterInfo,
     owner: dict[str, str],
     parts: dict[str, frozenset[str]],
-) -> Iterator[Outcome]:
+) -> Iterator[tuple[str, Finding]]:
+    """Findings, each with what it has in common with others of the same cause."""
     applies = training.assembly == "apply"
     gradient = [parameter.gradient] if applies else []
     states = {state.output: state.input for state in parameter.state.values()}
@@ -85,16 +90,19 @@ def _of_parameter(
             name for name in sorted(spread.inputs) if owner.get(name, parameter.name) != parameter.name
         ]
         if foreign:
-            yield CROSSED(
+            other = owner[foreign[0]]
+            finding = CROSSED(
                 f"output {output!r}",
-                found=f"it reads {few(foreign)} of parameter {owner[foreign[0]]!r}",
+                found=f"it reads {few(foreign)} of parameter {other!r}",
                 expected=f"only what belongs to {parameter.name!r}",
             )
+            yield " and ".join(sorted((parameter.name, other))), finding
         elif missing:
-            yield INCOMPLETE(f"output {output!r}", found=f"it does not depend on {few(missing)}")
+            kind = " ".join(name.removeprefix(parameter.name) for name in missing)
+            yield kind, INCOMPLETE(f"output {output!r}", found=f"it does not depend on {few(missing)}")
         elif not applies and not (spread.leaves & parts.get(parameter.name, spread.leaves)):
             what = "the gradient" if parameter.trained else "the loads of the experts"
-            yield INCOMPLETE(f"output {output!r}", found=f"it does not depend on {what}")
+            yield what, INCOMPLETE(f"output {output!r}", found=f"it does not depend on {what}")
         else:
             key = next((key for key, state in parameter.state.items() if state.output == output), "")
             yield from _constants(training, flow, parameter, output, key, spread.constants)
@@ -102,15 +110,14 @@ def _of_parameter(
 
 def _constants(
     training: Training, flow: Flow, parameter: ParameterInfo, output: str, state: str, names: set[str]
-) -> Iterator[Outcome]:
+) -> Iterator[tuple[str, Finding]]:
     values = [scalar(flow, name) for name in names]
     read = {np.float32(value) for value in values if value is not None}
     for option, value in _options(training, parameter, state).items():
         if np.float32(value) not in read:
             there = ", ".join(f"{one:g}" for one in sorted(read)) or "none"
-            yield CONSTANT(
-                f"output {output!r}", found=f"constants {there}", expected=f"{option} = {value:g} among them"
-            )
+            expected = f"{option} = {value:g} among them"
+            yield option, CONSTANT(f"output {output!r}", found=f"constants {there}", expected=expected)
 
 
 def _options(training: Training, parameter: ParameterInfo, state: str) -> dict[str, float]:
