@@ -267,7 +267,7 @@ def test_no_manifest_makes_a_check_fail(seed: int, tmp_path: Path) -> None:
     model = [layer_eval, layer_step, broken.layer_apply][seed]()
     places = list(_places(json.loads(manifest_of(model).value)))
     own = [place for place in places if place[0] not in ("graphs", "parameters")]
-    for number in range(60):
+    for number in range(30):
         worse = copy_of(model)
         chosen = rng.sample(own if number % 2 else places, rng.choice([1, 1, 2]))
 
@@ -291,7 +291,7 @@ def test_no_manifest_makes_a_check_fail(seed: int, tmp_path: Path) -> None:
 def test_no_graph_makes_a_check_fail(seed: int) -> None:
     """Nodes taken out, wired at random, in cycles."""
     rng = random.Random(seed)
-    for _ in range(12):
+    for _ in range(8):
         model = copy_of(layer_step())
         names = [name for node in model.graph.node for name in (*node.input, *node.output)]
         for node in rng.sample(list(model.graph.node), 8):

@@ -8,6 +8,8 @@ MODULES: tuple[str, ...] = (
     "training",
     "training_interface",
     "training_manifest",
+    "training_companions",
+    "training_reach",
     "training_gradients",
     "training_updates",
     "training_experts",

@@ -106,6 +106,11 @@ def few(names: Iterable[str], limit: int = 3) -> str:
     return ", ".join(listed[:limit]) + more
 
 
+def tensor_text(kind: tuple[str, tuple[int | str, ...]] | None) -> str:
+    """Dtype and shape, for findings."""
+    return "absent" if kind is None else f"{kind[0]} [{', '.join(map(str, kind[1]))}]"
+
+
 def collapsed(findings: Sequence[Finding], what: str) -> Finding:
     """One finding for all of one cause: the first, and how many more there are."""
     first, more = findings[0], len(findings) - 1

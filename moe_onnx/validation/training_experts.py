@@ -9,9 +9,9 @@ from onnx import NodeProto
 from moe_onnx.validation.findings import Finding, Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
-from moe_onnx.validation.training import Training, collapsed, few, training_of
-from moe_onnx.validation.training_flow import Flow, flow_of, int_attribute, is_op
-from moe_onnx.validation.training_gradients import loss_of, usable
+from moe_onnx.validation.training import Training, collapsed, few
+from moe_onnx.validation.training_flow import Flow, int_attribute, is_op
+from moe_onnx.validation.training_gradients import loss_of, prepared
 
 LOST = code(
     "MO616",
@@ -38,11 +38,11 @@ _PRODUCTS = ("Gemm", "MatMul", "FusedMatMul", "Mul")
 @check("static", LOST, MIXED)
 def experts(subject: Subject) -> Iterator[Outcome]:
     """Unrolled experts: every expert of every layer has its branch, in weights and gradients."""
-    training, flow = training_of(subject), flow_of(subject)
-    if why := usable(training, ("step", "grad", "eval", "forward"), flow):
-        yield Skipped(why)
+    found = prepared(subject, ("step", "grad", "eval", "forward"))
+    if isinstance(found, str):
+        yield Skipped(found)
         return
-    assert isinstance(training, Training)
+    training, flow = found
     if training.config is None:
         yield Skipped("the manifest's config is not known (MO602)")
         return

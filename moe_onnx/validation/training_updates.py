@@ -11,9 +11,9 @@ from moe_onnx.build.optimizers import SGD, AdamW
 from moe_onnx.validation.findings import Finding, Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
-from moe_onnx.validation.training import Training, collapsed, few, training_of
-from moe_onnx.validation.training_flow import Flow, flow_of, scalar
-from moe_onnx.validation.training_gradients import GRAD_NORM, gradient_parts, usable
+from moe_onnx.validation.training import Training, collapsed, few
+from moe_onnx.validation.training_flow import Flow, scalar
+from moe_onnx.validation.training_gradients import GRAD_NORM, gradient_parts, prepared
 
 INCOMPLETE = code(
     "MO614",
@@ -46,11 +46,11 @@ CONSTANT = code(
 @check("static", INCOMPLETE, CROSSED, CONSTANT)
 def updates(subject: Subject) -> Iterator[Outcome]:
     """Every update is made of its own parameter, gradient, states, and its optimizer's constants."""
-    training, flow = training_of(subject), flow_of(subject)
-    if why := usable(training, ("step", "apply"), flow):
-        yield Skipped(why)
+    found = prepared(subject, ("step", "apply"))
+    if isinstance(found, str):
+        yield Skipped(found)
         return
-    assert isinstance(training, Training)
+    training, flow = found
     parts = gradient_parts(training, flow) if training.assembly == "step" else {}
     owner: dict[str, str] = {}
     for parameter in training.manifest.parameters:
