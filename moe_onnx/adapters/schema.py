@@ -130,13 +130,19 @@ def tensor_info(proto: onnx.TypeProto) -> TensorInfo:
     """What a TypeProto says of a tensor; an unsupported dtype keeps its ONNX name, lower case."""
     tensor = proto.tensor_type
     elem = tensor.elem_type
-    dtype = DTYPES.get(elem) or (onnx.TensorProto.DataType.Name(elem).lower() if elem else "")
+    dtype = DTYPES.get(elem) or (elem_name(elem).lower() if elem else "")
     if not tensor.HasField("shape"):
         return TensorInfo(dtype, None)
     shape: Shape = tuple(
         dim.dim_value if dim.HasField("dim_value") else (dim.dim_param or None) for dim in tensor.shape.dim
     )
     return TensorInfo(dtype, shape)
+
+
+def elem_name(elem: int) -> str:
+    """``FLOAT``; files may also hold numbers that no element type has."""
+    known: dict[int, str] = {number: name for name, number in onnx.TensorProto.DataType.items()}
+    return known.get(elem, f"ELEM_TYPE_{elem}")
 
 
 def _type_proto(info: TensorInfo) -> onnx.TypeProto:
