@@ -59,7 +59,8 @@ permute_grad = text(
 )
 combine = text(
     "(float[8, 2] rows, int32[8] index, bool[4, 3] map, float[4, 3] probs) => (float[t, h] y)",
-    "[op] y = ascend.moe.MoeTokenUnpermuteWithRoutingMap <drop_and_pad = 0> (rows, index, map, probs)",
+    "[op] y, place, token, weights = ascend.moe.MoeTokenUnpermuteWithRoutingMap <drop_and_pad = 0>"
+    " (rows, index, map, probs)",
 )
 _DOUBLE = (
     "(float[4, 2] dy, int32[{n}] index, int32[{n}] token, bool[4, 3] map, float[{n}, 2] rows, "
@@ -116,10 +117,13 @@ def without(name: str) -> Break:
     return break_it
 
 
-def dtype(name: str, elem: int) -> Break:
+def dtype(elem: int, *names: str) -> Break:
+    """Inputs and outputs of the graph get another element type."""
+
     def break_it(model: Model) -> None:
-        value = next(v for v in model.graph.input if v.name == name)
-        value.type.tensor_type.elem_type = elem
+        for value in (*model.graph.input, *model.graph.output):
+            if value.name in names:
+                value.type.tensor_type.elem_type = elem
 
     return break_it
 
@@ -160,73 +164,73 @@ def both(*breaks: Break) -> Break:
 T = onnx.TensorProto
 _RULES: list[tuple[str, str, Callable[[], Model], Break]] = [
     # 161001, and 561002 for companions
-    ("MO501", "combine gradient without its index", combine_grad, without("index")),
-    ("MO501", "dispatch gradient without rows", grad, without("g")),
-    ("MO501", "probs without the map", combine_grad, without("map")),
-    ("MO501", "probs without the rows", combine_grad, without("rows")),
-    ("MO501", "combine with probs without the map", combine, without("map")),
-    ("MO501", "bias without experts", finalize, without("experts")),
-    ("MO501", "x2 without x1", finalize, without("x1")),
-    ("MO501", "scales without rows", finalize_grad, without("rows")),
-    ("MO501", "weights of rows without the map", permute_grad, without("map")),
+    ("MO305", "combine gradient without its index", combine_grad, without("index")),
+    ("MO305", "dispatch gradient without rows", grad, without("g")),
+    ("MO313", "probs without the map", combine_grad, without("map")),
+    ("MO313", "probs without the rows", combine_grad, without("rows")),
+    ("MO313", "combine with probs without the map", combine, without("map")),
+    ("MO313", "bias without experts", finalize, without("experts")),
+    ("MO313", "x2 without x1", finalize, without("x1")),
+    ("MO313", "scales without rows", finalize_grad, without("rows")),
+    ("MO313", "weights of rows without the map", permute_grad, without("map")),
     # 161002, and 561002 for mixes
-    ("MO502", "int64 row index", grad, dtype("index", T.INT64)),
-    ("MO502", "int64 rows", grad, dtype("g", T.INT64)),
-    ("MO502", "float map", combine_grad, dtype("map", T.FLOAT)),
-    ("MO502", "int64 token ids", combine_grad, dtype("token", T.INT64)),
-    ("MO502", "probs of another dtype", combine_grad, dtype("probs", T.FLOAT16)),
-    ("MO502", "rows of another dtype", combine_grad, dtype("rows", T.BFLOAT16)),
-    ("MO502", "int64 experts", dispatch, dtype("experts", T.INT64)),
-    ("MO502", "bias of another dtype", finalize, dtype("bias", T.FLOAT16)),
-    ("MO502", "weight of another dtype", grouped, dtype("weight", T.FLOAT16)),
+    ("MO314", "int64 row index", grad, dtype(T.INT64, "index")),
+    ("MO314", "int64 rows", grad, dtype(T.INT64, "g")),
+    ("MO314", "float map", combine_grad, dtype(T.FLOAT, "map")),
+    ("MO314", "int64 token ids", combine_grad, dtype(T.INT64, "token")),
+    ("MO314", "probs of another dtype", combine_grad, dtype(T.FLOAT16, "probs")),
+    ("MO314", "rows of another dtype", combine_grad, dtype(T.BFLOAT16, "rows")),
+    ("MO314", "int64 experts", dispatch, dtype(T.INT64, "experts")),
+    ("MO314", "bias of another dtype", finalize, dtype(T.FLOAT16, "bias")),
+    ("MO314", "weight of another dtype", grouped, dtype(T.FLOAT16, "weight")),
     # 561002: attributes
-    ("MO503", "drop_pad_mode 2", grad, attribute(drop_pad_mode=2)),
-    ("MO503", "drop_pad_mode -1", grad, attribute(drop_pad_mode=-1)),
-    ("MO503", "top_k 0", grad, attribute(top_k=0)),
-    ("MO503", "active_num -1", grad, attribute(active_num=-1)),
-    ("MO503", "active_num -1 in drop pad", grad_padded, attribute(active_num=-1)),
-    ("MO503", "counts flag 3", dispatch, attribute(expert_tokens_count_or_cumsum_flag=3)),
-    ("MO503", "counts without experts", dispatch, attribute(
+    ("MO312", "drop_pad_mode 2", grad, attribute(drop_pad_mode=2)),
+    ("MO312", "drop_pad_mode -1", grad, attribute(drop_pad_mode=-1)),
+    ("MO312", "top_k 0", grad, attribute(top_k=0)),
+    ("MO312", "active_num -1", grad, attribute(active_num=-1)),
+    ("MO312", "active_num -1 in drop pad", grad_padded, attribute(active_num=-1)),
+    ("MO312", "counts flag 3", dispatch, attribute(expert_tokens_count_or_cumsum_flag=3)),
+    ("MO312", "counts without experts", dispatch, attribute(
         expert_num=0, expert_tokens_count_or_cumsum_flag=1)),
-    ("MO503", "negative capacity", dispatch_padded, attribute(expert_capacity=-1)),
-    ("MO503", "drop pad without capacity", dispatch_padded, attribute(expert_capacity=0)),
-    ("MO503", "drop_and_pad 2", combine_grad, attribute(drop_and_pad=2)),
-    ("MO503", "negative num_out_tokens", permute, attribute(num_out_tokens=-1)),
-    ("MO503", "drop_pad_mode 4", finalize, attribute(drop_pad_mode=4)),
-    ("MO503", "transpose_weight 2", grouped, attribute(transpose_weight=2)),
+    ("MO312", "negative capacity", dispatch_padded, attribute(expert_capacity=-1)),
+    ("MO312", "drop pad without capacity", dispatch_padded, attribute(expert_capacity=0)),
+    ("MO312", "drop_and_pad 2", combine_grad, attribute(drop_and_pad=2)),
+    ("MO312", "negative num_out_tokens", permute, attribute(num_out_tokens=-1)),
+    ("MO312", "drop_pad_mode 4", finalize, attribute(drop_pad_mode=4)),
+    ("MO312", "transpose_weight 2", grouped, attribute(transpose_weight=2)),
     # 561002: ranks and sizes
-    ("MO504", "rows of rank 4", grad, shape(g=(8, 2, 1, 1))),
-    ("MO504", "rows of rank 3 without drop pad", grad, shape(g=(4, 2, 2))),
-    ("MO504", "rows of rank 2 in drop pad", grad_padded, shape(g=(6, 2))),
-    ("MO504", "index of rank 2", grad, shape(index=(4, 2))),
-    ("MO504", "rows and index of two lengths", grad, shape(g=(7, 2))),
-    ("MO504", "rows are not active_num", grad_active, attribute(active_num=4)),
-    ("MO504", "top_k does not divide", grad, attribute(top_k=3)),
-    ("MO504", "index and token ids of two lengths", combine_grad, shape(token=(7,))),
-    ("MO504", "probs of too few tokens", combine_grad, shape(probs=(3, 3))),
-    ("MO504", "probs of too many experts", combine_grad, shape(probs=(4, 4))),
-    ("MO504", "probs of rank 1", combine_grad, shape(probs=(12,))),
-    ("MO504", "map of rank 1", combine_grad, shape(map=(12,))),
-    ("MO504", "rows of another hidden size", combine_grad, shape(rows=(8, 3))),
-    ("MO504", "tokens do not divide the slots", combine_grad, shape(dy=(3, 2), map=(3, 3), probs=(3, 3))),
-    ("MO504", "experts do not divide the slots", combine_grad_padded, shape(map=(4, 4), probs=(4, 4))),
-    ("MO504", "restore_shape of other tokens", combine_grad_padded, attribute(restore_shape=[3, 2])),
-    ("MO504", "experts of other tokens", dispatch, shape(experts=(3, 2))),
-    ("MO504", "scales of other slots", finalize, shape(scales=(4, 1), experts=(4, 1))),
-    ("MO504", "map of other tokens", permute_grad, shape(map=(5, 3))),
-    ("MO504", "weight of another width", grouped, shape(weight=(3, 3, 5))),
+    ("MO315", "rows of rank 4", grad, shape(g=(8, 2, 1, 1))),
+    ("MO315", "rows of rank 3 without drop pad", grad, shape(g=(4, 2, 2))),
+    ("MO315", "rows of rank 2 in drop pad", grad_padded, shape(g=(6, 2))),
+    ("MO315", "index of rank 2", grad, shape(index=(4, 2))),
+    ("MO315", "rows and index of two lengths", grad, shape(g=(7, 2))),
+    ("MO315", "rows are not active_num", grad_active, attribute(active_num=4)),
+    ("MO315", "top_k does not divide", grad, attribute(top_k=3)),
+    ("MO315", "index and token ids of two lengths", combine_grad, shape(token=(7,))),
+    ("MO315", "probs of too few tokens", combine_grad, shape(probs=(3, 3))),
+    ("MO315", "probs of too many experts", combine_grad, shape(probs=(4, 4))),
+    ("MO315", "probs of rank 1", combine_grad, shape(probs=(12,))),
+    ("MO315", "map of rank 1", combine_grad, shape(map=(12,))),
+    ("MO315", "rows of another hidden size", combine_grad, shape(rows=(8, 3))),
+    ("MO315", "tokens do not divide the slots", combine_grad, shape(dy=(3, 2), map=(3, 3), probs=(3, 3))),
+    ("MO315", "experts do not divide the slots", combine_grad_padded, shape(map=(4, 4), probs=(4, 4))),
+    ("MO315", "restore_shape of other tokens", combine_grad_padded, attribute(restore_shape=[3, 2])),
+    ("MO315", "experts of other tokens", dispatch, shape(experts=(3, 2))),
+    ("MO315", "scales of other slots", finalize, shape(scales=(4, 1), experts=(4, 1))),
+    ("MO315", "map of other tokens", permute_grad, shape(map=(5, 3))),
+    ("MO315", "weight of another width", grouped, shape(weight=(3, 3, 5))),
     # 561002: limits
-    ("MO505", "more experts a token than experts", combine_grad, shape(map=(4, 1), probs=(4, 1))),
-    ("MO505", "more than 512 experts a token", combine_grad, shape(
+    ("MO501", "more experts a token than experts", combine_grad, shape(map=(4, 1), probs=(4, 1))),
+    ("MO501", "more than 512 experts a token", combine_grad, shape(
         index=(2052,), token=(2052,), rows=(2052, 2), map=(4, 600), probs=(4, 600))),
-    ("MO505", "capacity above the tokens", combine_grad_padded, both(
+    ("MO501", "capacity above the tokens", combine_grad_padded, both(
         shape(dy=(1, 2), map=(1, 3), probs=(1, 3)), attribute(restore_shape=[1, 2]))),
-    ("MO505", "capacity above the tokens in the dispatch", dispatch_padded, attribute(expert_capacity=5)),
-    ("MO505", "more rows than pairs", permute, attribute(num_out_tokens=16)),
-    ("MO505", "more than 512 in the combine", combine, shape(
+    ("MO501", "capacity above the tokens in the dispatch", dispatch_padded, attribute(expert_capacity=5)),
+    ("MO501", "more rows than pairs", permute, attribute(num_out_tokens=16)),
+    ("MO501", "more than 512 in the combine", combine, shape(
         index=(2052,), rows=(2052, 2), map=(4, 600), probs=(4, 600))),
-    ("MO506", "2^24 tokens", permute_padded, shape(x=(1 << 24, 2), map=(1 << 24, 3))),
-    ("MO506", "2^24 experts", permute, shape(map=(4, 1 << 24), probs=(4, 1 << 24))),
+    ("MO502", "2^24 tokens", permute_padded, shape(x=(1 << 24, 2), map=(1 << 24, 3))),
+    ("MO502", "2^24 experts", permute, shape(map=(4, 1 << 24), probs=(4, 1 << 24))),
 ]  # fmt: skip
 
 MUTATIONS = [Mutation(code, name, base, break_it) for code, name, base, break_it in _RULES]

@@ -58,46 +58,46 @@ def values(**arrays: Any) -> Break:
 
 _ROWS = [0, 5, 1, 3, 4, 6, 2, 7]
 _INDICES: list[tuple[str, str, Callable[[], Model], Break]] = [
-    ("MO507", "row past the last one", constant(grad, index=_ROWS), values(index=[*_ROWS[:7], 8])),
-    ("MO507", "-1 without drop pad", constant(grad, index=_ROWS), values(index=[*_ROWS[:7], -1])),
-    ("MO507", "row past all slots of the active ones", constant(grad_active, index=_ROWS),
+    ("MO503", "row past the last one", constant(grad, index=_ROWS), values(index=[*_ROWS[:7], 8])),
+    ("MO503", "-1 without drop pad", constant(grad, index=_ROWS), values(index=[*_ROWS[:7], -1])),
+    ("MO503", "row past all slots of the active ones", constant(grad_active, index=_ROWS),
      values(index=[*_ROWS[:7], 8])),
-    ("MO507", "-2 in drop pad", constant(grad_padded, index=[2, 4, 0, 3, 1, 5, -1, -1]),
+    ("MO503", "-2 in drop pad", constant(grad_padded, index=[2, 4, 0, 3, 1, 5, -1, -1]),
      values(index=[2, 4, 0, 3, 1, 5, -1, -2])),
-    ("MO507", "row past the capacities", constant(grad_padded, index=[2, 4, 0, 3, 1, 5, -1, -1]),
+    ("MO503", "row past the capacities", constant(grad_padded, index=[2, 4, 0, 3, 1, 5, -1, -1]),
      values(index=[2, 4, 0, 3, 1, 6, -1, -1])),
-    ("MO507", "expert that is not there", constant(dispatch, experts=[[0, 1]] * 4),
+    ("MO503", "expert that is not there", constant(dispatch, experts=[[0, 1]] * 4),
      values(experts=[[0, 3]] * 4)),
-    ("MO507", "-1 in the padded combine", constant(combine_grad_padded, index=[0, 4, 1, 2, 3, 5]),
+    ("MO503", "-1 in the padded combine", constant(combine_grad_padded, index=[0, 4, 1, 2, 3, 5]),
      values(index=[0, 4, 1, 2, 3, -1])),
-    ("MO507", "token that is not there", constant(combine_grad_padded, token=[0, 0, 1, 1, 2, 2]),
+    ("MO503", "token that is not there", constant(combine_grad_padded, token=[0, 0, 1, 1, 2, 2]),
      values(token=[0, 0, 1, 1, 2, 4])),
-    ("MO507", "token of the row form that is not there", constant(
+    ("MO503", "token of the row form that is not there", constant(
         combine_grad, index=_ROWS, token=[0, 0, 1, 1, 2, 2, 3, 3]),
      values(token=[0, 0, 1, 1, 2, 2, 3, 4])),
-    ("MO507", "row that was not combined", constant(combine, index=_ROWS), values(index=[*_ROWS[:7], 8])),
-    ("MO507", "row of no gradient", constant(permute_grad, index=_ROWS), values(index=[*_ROWS[:7], -2])),
-    ("MO507", "row of no expert", constant(finalize, index=_ROWS), values(index=[*_ROWS[:7], -1])),
-    ("MO507", "bias of no expert", constant(finalize, experts=[[0, 1]] * 4), values(experts=[[0, 3]] * 4)),
-    ("MO507", "rows of a group below 0", constant(grouped, sizes=[3, 5, 0]), values(sizes=[3, 6, -1])),
-    ("MO508", "row of two slots", constant(grad, index=_ROWS), values(index=[*_ROWS[:7], 2])),
-    ("MO508", "padded row of two slots", constant(grad_padded, index=[2, 4, 0, 3, 1, 5, -1, -1]),
+    ("MO503", "row that was not combined", constant(combine, index=_ROWS), values(index=[*_ROWS[:7], 8])),
+    ("MO503", "row of no gradient", constant(permute_grad, index=_ROWS), values(index=[*_ROWS[:7], -2])),
+    ("MO503", "row of no expert", constant(finalize, index=_ROWS), values(index=[*_ROWS[:7], -1])),
+    ("MO503", "bias of no expert", constant(finalize, experts=[[0, 1]] * 4), values(experts=[[0, 3]] * 4)),
+    ("MO503", "rows of a group below 0", constant(grouped, sizes=[3, 5, 0]), values(sizes=[3, 6, -1])),
+    ("MO504", "row of two slots", constant(grad, index=_ROWS), values(index=[*_ROWS[:7], 2])),
+    ("MO504", "padded row of two slots", constant(grad_padded, index=[2, 4, 0, 3, 1, 5, -1, -1]),
      values(index=[2, 4, 0, 3, 1, 4, -1, -1])),
-    ("MO508", "row written twice", constant(combine_grad, index=_ROWS), values(index=[*_ROWS[:7], 0])),
-    ("MO508", "row combined twice", constant(combine, index=_ROWS), values(index=[*_ROWS[:7], 0])),
-    ("MO508", "row of two slots of a gradient", constant(finalize_grad, index=_ROWS),
+    ("MO504", "row written twice", constant(combine_grad, index=_ROWS), values(index=[*_ROWS[:7], 0])),
+    ("MO504", "row combined twice", constant(combine, index=_ROWS), values(index=[*_ROWS[:7], 0])),
+    ("MO504", "row of two slots of a gradient", constant(finalize_grad, index=_ROWS),
      values(index=[*_ROWS[:7], 0])),
-    ("MO509", "rows left over", constant(grouped, sizes=[3, 5, 0]), values(sizes=[3, 4, 0])),
-    ("MO509", "more rows than there are", constant(grouped, sizes=[3, 5, 0]), values(sizes=[3, 4, 2])),
+    ("MO505", "rows left over", constant(grouped, sizes=[3, 5, 0]), values(sizes=[3, 4, 0])),
+    ("MO505", "more rows than there are", constant(grouped, sizes=[3, 5, 0]), values(sizes=[3, 4, 2])),
 ]  # fmt: skip
 
 _MAP = np.array([[1, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1]], np.bool_)
 _FULL = np.array([[1, 1, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1]], np.bool_)
 _INDICES += [
-    ("MO510", "three experts for two slots", constant(permute, map=_MAP), values(map=_FULL)),
-    ("MO510", "three experts combined for two slots", constant(combine, map=_MAP), values(map=_FULL)),
-    ("MO510", "more pairs than rows", constant(combine_grad, map=_MAP), values(map=_FULL)),
-    ("MO510", "more pairs than rows of a gradient", constant(permute_grad, map=_MAP), values(map=_FULL)),
+    ("MO506", "three experts for two slots", constant(permute, map=_MAP), values(map=_FULL)),
+    ("MO506", "three experts combined for two slots", constant(combine, map=_MAP), values(map=_FULL)),
+    ("MO506", "more pairs than rows", constant(combine_grad, map=_MAP), values(map=_FULL)),
+    ("MO506", "more pairs than rows of a gradient", constant(permute_grad, map=_MAP), values(map=_FULL)),
 ]
 
 # Dispatch and what takes its indices.
@@ -132,7 +132,8 @@ _BY_MAP = "(float[4, 2] x, bool[4, 3] map, float[4, 3] probs, float[4, 2] dy) =>
 map_pair = text(
     _BY_MAP,
     _SORTED.format(n=8, padded=0)
-    + " [op] y = ascend.moe.MoeTokenUnpermuteWithRoutingMap <drop_and_pad = 0> (rows, index, map, probs)",
+    + " [op] y, place, token, w = ascend.moe.MoeTokenUnpermuteWithRoutingMap <drop_and_pad = 0>"
+    " (rows, index, map, probs)",
 )
 map_grad = text(
     _BY_MAP,
@@ -154,18 +155,18 @@ def dropless_gradient(model: Model) -> None:
 
 
 _MODES: list[tuple[str, str, Callable[[], Model], Break]] = [
-    ("MO511", "default mode of the combine", index_pair, attribute(drop_pad_mode=0)),
-    ("MO511", "padded by column", index_pair_padded, attribute(drop_pad_mode=1)),
-    ("MO512", "combine in drop pad alone", index_pair, attribute(drop_pad_mode=3)),
-    ("MO512", "top_k of the gradient", dispatch_pair, attribute(top_k=4)),
-    ("MO512", "gradient without drop pad", dispatch_pair_padded, attribute(drop_pad_mode=0)),
-    ("MO512", "combine by map in drop pad alone", map_pair, attribute(drop_and_pad=1)),
-    ("MO512", "gradient by map without drop pad", map_grad, dropless_gradient),
-    ("MO512", "tokens for places", map_grad, index_of_sort),
+    ("MO507", "default mode of the combine", index_pair, attribute(drop_pad_mode=0)),
+    ("MO507", "padded by column", index_pair_padded, attribute(drop_pad_mode=1)),
+    ("MO508", "combine in drop pad alone", index_pair, attribute(drop_pad_mode=3)),
+    ("MO508", "top_k of the gradient", dispatch_pair, attribute(top_k=4)),
+    ("MO508", "gradient without drop pad", dispatch_pair_padded, attribute(drop_pad_mode=0)),
+    ("MO508", "combine by map in drop pad alone", map_pair, attribute(drop_and_pad=1)),
+    ("MO508", "gradient by map without drop pad", map_grad, dropless_gradient),
+    ("MO508", "tokens for places", map_grad, index_of_sort),
 ]  # fmt: skip
 
 # A wrong mode may also be a wrong rank.
 MUTATIONS = [
-    Mutation(code, name, base, break_it, also=("MO504",) if code == "MO512" else ())
+    Mutation(code, name, base, break_it, also=("MO315",) if code == "MO508" else ())
     for code, name, base, break_it in (*_INDICES, *_MODES)
 ]

@@ -39,16 +39,16 @@ _TARGETS: list[tuple[str, str, Callable[[], Model], Break, dict[str, Any]]] = [
     ("MO531", "operator of this package", plain_model, another(grouped), A2),
     ("MO532", "dispatch gradient on the newest", dispatch, another(grad), NEWEST),
     ("MO532", "combine gradient on the newest", dispatch, another(combine_grad), NEWEST),
-    ("MO533", "float64 rows", grad, dtype("g", T.DOUBLE), A2),
-    ("MO533", "float64 throughout", combine_grad, both(
-        *(dtype(name, T.DOUBLE) for name in ("dy", "rows", "probs"))), NEWEST),
-    ("MO534", "float32 scales beside bfloat16 on A2", finalize_grad, both(
-        *(dtype(name, T.BFLOAT16) for name in ("dy", "rows", "bias"))), A2),
-    ("MO534", "float32 scales beside bfloat16 on A3", finalize_grad, both(
-        *(dtype(name, T.BFLOAT16) for name in ("dy", "rows", "bias"))), A3),
-    ("MO535", "float32 probs beside bfloat16", combine_grad, both(
-        *(dtype(name, T.BFLOAT16) for name in ("dy", "rows"))), A2),
-    ("MO535", "float32 probs beside bfloat16 in the dispatch", permute, dtype("x", T.BFLOAT16), A3),
+    ("MO533", "float64 rows", grad, dtype(T.DOUBLE, "g", "dx"), A2),
+    ("MO533", "float64 throughout", combine_grad, dtype(
+        T.DOUBLE, "dy", "rows", "probs", "dr", "dp"), NEWEST),
+    ("MO534", "float32 scales beside bfloat16 on A2", finalize_grad, dtype(
+        T.BFLOAT16, "dy", "rows", "bias", "dr"), A2),
+    ("MO534", "float32 scales beside bfloat16 on A3", finalize_grad, dtype(
+        T.BFLOAT16, "dy", "rows", "bias", "dr"), A3),
+    ("MO535", "float32 probs beside bfloat16", combine_grad, dtype(
+        T.BFLOAT16, "dy", "rows", "dr"), A2),
+    ("MO535", "float32 probs beside bfloat16 in the dispatch", permute, dtype(T.BFLOAT16, "x", "rows"), A3),
     ("MO536", "rows by the map", permute, attribute(num_out_tokens=0), A2),
     ("MO536", "tokens and experts by the map", permute_grad, attribute(num_experts=0, tokens_num=0), A2),
     ("MO536", "shape by the map", combine, without("probs"), A2),

@@ -9,13 +9,14 @@ import numpy as np
 
 from moe_onnx.errors import ACLNN_ERR_INNER_TILING_ERROR
 from moe_onnx.spec import MAX_ROWS
+from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome
-from moe_onnx.validation.moe_nodes import Array, MoeNode, collapsed, moe_nodes, product
+from moe_onnx.validation.moe_nodes import Array, MoeNode, moe_nodes, product
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
 
 OUT_OF_RANGE = code(
-    "MO507",
+    "MO503",
     "error",
     "A constant index names what is not there",
     why="The documents give a range for every index tensor, but the device does not look at the values: a "
@@ -24,7 +25,7 @@ OUT_OF_RANGE = code(
     mend="Mend the constant, or compute the indices in the graph.",
 )
 DUPLICATE = code(
-    "MO508",
+    "MO504",
     "error",
     "A constant index names one row twice",
     why="Every slot has a row of its own (values other than -1 are unique, says the document). Two slots "
@@ -32,7 +33,7 @@ DUPLICATE = code(
     mend="Mend the constant: each row once, -1 for a slot without a row.",
 )
 GROUPS = code(
-    "MO509",
+    "MO505",
     "error",
     "Constant group sizes do not add up to the rows",
     why="The rows of a grouped product are split by `group_sizes`; rows past the last group would belong "

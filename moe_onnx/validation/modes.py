@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from onnx import NodeProto
 
 from moe_onnx.spec import DOMAIN
+from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome
-from moe_onnx.validation.moe_nodes import MoeNode, collapsed, moe_nodes
+from moe_onnx.validation.moe_nodes import MoeNode, moe_nodes
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Scope, Subject
 
 ORDER = code(
-    "MO511",
+    "MO507",
     "error",
     "A combine reads the dispatch's rows in another order",
     why="MoeInitRoutingV2 names the rows token by token. MoeFinalizeRoutingV2 reads them so in its modes "
@@ -22,7 +23,7 @@ ORDER = code(
     mend="Set drop_pad_mode to 2 (dropless) or 3 (drop/pad).",
 )
 MODE = code(
-    "MO512",
+    "MO508",
     "error",
     "Two operators share indices but not their mode",
     why="A row index has a meaning only in the mode in which it was made: without drop/pad it is a row, "

@@ -16,7 +16,6 @@ from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
 from moe_onnx.errors import MoeOnnxError
 from moe_onnx.operators import BY_NAME
 from moe_onnx.spec import DOMAIN, Dim, OpSpec, Shape, TensorInfo, presence
-from moe_onnx.validation.findings import Finding
 from moe_onnx.validation.subject import Scope, Subject
 
 Array = NDArray[Any]
@@ -184,13 +183,3 @@ def product(sizes: Iterable[Dim]) -> int | None:
             return None
         total *= size
     return total
-
-
-def collapsed(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """The same finding at many nodes, as in the layers of a model, is one that names the first of them."""
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault((finding.code, finding.found, finding.expected), []).append(finding)
-    for first, *others in groups.values():
-        more = f" and {len(others)} more" if others else ""
-        yield replace(first, where=first.where + more)

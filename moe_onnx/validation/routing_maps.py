@@ -8,15 +8,16 @@ import numpy as np
 
 from moe_onnx.errors import ACLNN_ERR_INNER_TILING_ERROR
 from moe_onnx.spec import MAX_TOP_K
-from moe_onnx.validation.documents import SHAPE
+from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome
 from moe_onnx.validation.index_values import is_slot_form
-from moe_onnx.validation.moe_nodes import MoeNode, collapsed, moe_nodes
+from moe_onnx.validation.moe_nodes import MoeNode, moe_nodes
+from moe_onnx.validation.own_ops import SHAPE
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
 
 TOO_MANY = code(
-    "MO510",
+    "MO506",
     "error",
     "A constant routing map selects more experts than there are slots",
     why="Each token has K slots, K rows divided by tokens. On the device a token with more experts shifts "

@@ -11,8 +11,9 @@ from moe_onnx.errors import (
     ACLNN_ERR_PARAM_NULLPTR,
 )
 from moe_onnx.spec import MAX_TOP_K, is_absent
+from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome, Skipped, Table
-from moe_onnx.validation.moe_nodes import MoeNode, collapsed, moe_nodes
+from moe_onnx.validation.moe_nodes import MoeNode, moe_nodes
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
 from moe_onnx.validation.targets import DEVICES, MIXES, SINCE

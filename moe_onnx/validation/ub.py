@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from moe_onnx.errors import ACLNN_ERR_INNER_TILING_ERROR
+from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome, Skipped, Table
-from moe_onnx.validation.moe_nodes import MoeNode, collapsed, moe_nodes
+from moe_onnx.validation.moe_nodes import MoeNode, moe_nodes
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
 from moe_onnx.validation.targets import DEVICES
