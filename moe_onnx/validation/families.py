@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from importlib import import_module
 
-MODULES: tuple[str, ...] = ()
+MODULES: tuple[str, ...] = (
+    "known_ops",
+    "own_ops",
+    "functions",
+    "inference",
+    "documents",
+    "index_values",
+    "routing_maps",
+    "modes",
+    "target_support",
+    "ub",
+)
 
 
 def load() -> None:
