@@ -8,16 +8,24 @@ import onnx
 import onnx.shape_inference
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
+from moe_onnx.adapters.schema import inference_goes_on
+
 _SMALL = 1024  # elements; what inference may want to read: sizes, axes
 
 
 def infer_types(model: ModelProto) -> tuple[ModelProto, str]:
     """A light copy with all types and shapes that onnx can tell, and what inference stopped at, or ``""``."""
-    light = light_copy(model)
+    light, stopped = light_copy(model), ""
     try:
         return onnx.shape_inference.infer_shapes(light, data_prop=True), ""
     except Exception as error:  # RuntimeError, TypeError, ValueError and classes of onnx's own
-        return light, str(error)
+        stopped = str(error)
+    # A node that an operator of this package refuses need not cost the others their types.
+    try:
+        with inference_goes_on():
+            return onnx.shape_inference.infer_shapes(light, data_prop=True), stopped
+    except Exception:
+        return light, stopped
 
 
 def light_copy(model: ModelProto) -> ModelProto:
