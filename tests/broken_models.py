@@ -19,7 +19,7 @@ import onnx
 import moe_onnx
 from moe_onnx.build.training_graph import TrainingGraph
 
-FAMILIES: tuple[str, ...] = ()
+FAMILIES: tuple[str, ...] = ("broken_external",)
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,7 @@ class Mutation:
     def intact(self, folder: Path) -> onnx.ModelProto | Path:
         if not self.on_disk:
             return copy_of(self.base())
-        path = folder / "model.onnx"
-        onnx.save_model(
-            copy_of(self.base()), path, save_as_external_data=True, location="model.data", size_threshold=0
-        )
-        return path
+        return save_on_disk(self.base(), folder / "model.onnx")
 
     def broken(self, folder: Path) -> onnx.ModelProto | Path:
         model = self.intact(folder)
@@ -68,6 +64,15 @@ class Mutation:
 def mutations() -> list[Mutation]:
     """All of all families."""
     return [mutation for name in FAMILIES for mutation in import_module(name).MUTATIONS]
+
+
+def save_on_disk(model: onnx.ModelProto, path: Path) -> Path:
+    """Save a model whose initializers lie in ``model.data`` beside it. (Only raw data can go there.)"""
+    model = copy_of(model)
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor), tensor.name))
+    onnx.save_model(model, path, save_as_external_data=True, location="model.data", size_threshold=0)
+    return path
 
 
 def copy_of(model: onnx.ModelProto) -> onnx.ModelProto:

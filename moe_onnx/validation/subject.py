@@ -30,6 +30,7 @@ class Scope:
         function: The function whose body this is, or holds this subgraph; None outside functions.
         outer: The scope whose names are visible too; None for the main graph and for functions.
         opsets: Opset version by domain, ``""`` for ONNX's own, that nodes here are of.
+        at: Position among the outer nodes of the one that holds this subgraph; -1 where none does.
     """
 
     where: str
@@ -40,6 +41,7 @@ class Scope:
     function: FunctionProto | None
     outer: Scope | None
     opsets: dict[str, int]
+    at: int = -1
 
     @cached_property
     def producers(self) -> dict[str, NodeProto]:
@@ -221,7 +223,12 @@ def subgraphs(node: NodeProto) -> Iterator[tuple[str, GraphProto]]:
 
 
 def _scope_of(
-    graph: GraphProto, where: str, outer: Scope | None, function: FunctionProto | None, opsets: dict[str, int]
+    graph: GraphProto,
+    where: str,
+    outer: Scope | None,
+    function: FunctionProto | None,
+    opsets: dict[str, int],
+    at: int = -1,
 ) -> Scope:
     return Scope(
         where,
@@ -232,6 +239,7 @@ def _scope_of(
         function,
         outer,
         opsets,
+        at,
     )
 
 
@@ -242,8 +250,8 @@ def _with_inner(outermost: Scope) -> list[Scope]:
         scope = waiting.pop()
         found.append(scope)
         inner = [
-            _scope_of(graph, f"{name} of {scope.place(node)}", scope, scope.function, scope.opsets)
-            for node in scope.nodes
+            _scope_of(graph, f"{name} of {scope.place(node)}", scope, scope.function, scope.opsets, at)
+            for at, node in enumerate(scope.nodes)
             for name, graph in subgraphs(node)
         ]
         waiting += reversed(inner)
