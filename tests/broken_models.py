@@ -8,6 +8,7 @@ mutations stand in ``broken_<family>.py`` and register here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -35,6 +36,8 @@ class Mutation:
             the saved model (``model.onnx`` in an empty folder) instead and may return another path.
         level, target, options: What ``validate`` is asked for.
         also: Codes of severity error that may come of it besides ``code``; any other error fails the test.
+        on_disk: See ``break_it``.
+        around: Gives a context that holds while both models are validated: other limits, say.
     """
 
     code: str
@@ -45,6 +48,7 @@ class Mutation:
     options: tuple[tuple[str, Any], ...] = ()
     also: tuple[str, ...] = ()
     on_disk: bool = False
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def id(self) -> str:
