@@ -82,8 +82,7 @@ def outside_by_link(path: Path) -> None:
 def outside_by_dots(path: Path) -> None:
     data(path).rename(path.parent.parent / "dots.data")
     put(location="../dots.data")(path)
-    put_bias = entries(lambda given: given.update(location="../dots.data"), "bias")
-    put_bias(path)
+    entries(lambda given: given.update(location="../dots.data"), "bias")(path)
 
 
 def absolute(path: Path) -> None:
@@ -127,10 +126,13 @@ def strings(tensor: TensorProto) -> None:
 
 
 def without(key: str) -> Callable[[Path], None]:
-    return entries(lambda given: given.pop(key) and None)
+    def change(given: dict[str, str]) -> None:
+        del given[key]
+
+    return entries(change)
 
 
-def _shift(path: Path) -> None:
+def shifted(path: Path) -> None:
     entries(lambda given: given.update(offset=str(int(given["offset"]) - 4)), "bias")(path)
 
 
@@ -185,7 +187,7 @@ BY_NAME: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a checksum of another file": ("MO107", put(checksum="00" * 20)),
     "saved twice": ("MO108", saved_twice),
     "a file too long": ("MO108", longer),
-    "an offset inside the tensor before": ("MO109", _shift),
+    "an offset inside the tensor before": ("MO109", shifted),
 }
 
 MUTATIONS = [

@@ -20,7 +20,7 @@ import onnx
 import moe_onnx
 from moe_onnx.build.training_graph import TrainingGraph
 
-FAMILIES: tuple[str, ...] = ("broken_external",)
+FAMILIES: tuple[str, ...] = ("broken_external", "broken_versions", "broken_structure", "broken_tensors")
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,26 @@ from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject, normal_domain
 from moe_onnx.validation.tensor_data import Held
 
-_MOVING = frozenset(
-    "Cast Concat Constant ConstantOfShape Expand Flatten Gather Identity Range Reshape Shape Size Slice Split "
-    "Squeeze Transpose Unsqueeze".split()
-)
+# Operators that only move data.
+_MOVING = {
+    "Cast",
+    "Concat",
+    "Constant",
+    "ConstantOfShape",
+    "Expand",
+    "Flatten",
+    "Gather",
+    "Identity",
+    "Range",
+    "Reshape",
+    "Shape",
+    "Size",
+    "Slice",
+    "Split",
+    "Squeeze",
+    "Transpose",
+    "Unsqueeze",
+}
 
 DEAD_NODE = code(
     "MO206",
