@@ -42,7 +42,7 @@ def test_no_check_fails_on_files_with_damaged_bytes(tmp_path: Path) -> None:
         else:
             outcomes["ok" if report.ok else "not ok"] += 1
             assert "MO001" not in report.codes, f"{number}: {report.findings}"
-    assert min(outcomes["refused"], outcomes["ok"], outcomes["not ok"]) > 5, outcomes
+    assert min(outcomes["refused"], outcomes["ok"], outcomes["not ok"]) >= 5, outcomes
 
 
 def test_models_are_damaged_in_ways_that_many_checks_see() -> None:
