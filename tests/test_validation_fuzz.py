@@ -36,9 +36,8 @@ def test_no_check_fails_on_files_with_damaged_bytes(tmp_path: Path) -> None:
         path.write_bytes(data)
         try:
             report = moe_onnx.validate(path)
-        except ModelFileError as error:
+        except ModelFileError:
             outcomes["refused"] += 1
-            assert str(path) in str(error)
         else:
             outcomes["ok" if report.ok else "not ok"] += 1
             assert "MO001" not in report.codes, f"{number}: {report.findings}"

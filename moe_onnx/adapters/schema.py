@@ -149,7 +149,7 @@ def tensor_info(proto: onnx.TypeProto) -> TensorInfo:
     """What a TypeProto says of a tensor; an unsupported dtype keeps its ONNX name, lower case."""
     tensor = proto.tensor_type
     elem = tensor.elem_type
-    dtype = DTYPES.get(elem) or _other_dtype(elem)
+    dtype = DTYPES.get(elem) or (elem_name(elem).lower() if elem else "")
     if not tensor.HasField("shape"):
         return TensorInfo(dtype, None)
     shape: Shape = tuple(
@@ -158,14 +158,10 @@ def tensor_info(proto: onnx.TypeProto) -> TensorInfo:
     return TensorInfo(dtype, shape)
 
 
-def _other_dtype(elem: int) -> str:
-    """ONNX's name of an element type in lower case; a number that is none, as a file may hold, as text."""
-    if not elem:
-        return ""
-    try:
-        return str(onnx.TensorProto.DataType.Name(elem)).lower()
-    except ValueError:
-        return f"type {elem}"
+def elem_name(elem: int) -> str:
+    """``FLOAT``; files may also hold numbers that no element type has."""
+    known: dict[int, str] = {number: name for name, number in onnx.TensorProto.DataType.items()}
+    return known.get(elem, f"ELEM_TYPE_{elem}")
 
 
 def _type_proto(info: TensorInfo) -> onnx.TypeProto:
