@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError, Message
 from onnx import ModelProto
 
 import moe_onnx
+from moe_onnx.errors import ModelFileError
 from moe_onnx.validation import validate as validation
 
 NUMBERS = (
@@ -105,7 +106,10 @@ def parsed(data: bytes) -> ModelProto | None:
 
 def failures(model: ModelProto, **options: Any) -> list[str]:
     """The checks that failed on a model, with their tracebacks."""
-    report = moe_onnx.validate(model, **options)
+    try:
+        report = moe_onnx.validate(model, **options)
+    except ModelFileError:
+        return []  # names that are no text: there is no model to check
     return [finding.found for finding in report if finding.code == validation.CHECK_FAILED.name]
 
 

@@ -7,8 +7,9 @@ import stat
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError
-from onnx import ModelProto
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+from onnx import ModelProto, TensorProto
 
 from moe_onnx.errors import ModelFileError
 
@@ -65,7 +66,33 @@ def read_model(path: Path) -> ModelProto:
         raise ModelFileError(f"'{path}' cannot be read: {_reason(error)}.") from None
     if not model.graph.ListFields() and not model.functions:
         raise ModelFileError(f"'{path}' is no ONNX model: it has no graph{_looks(path)}.")
+    if where := not_text(model):
+        raise ModelFileError(f"'{path}' is no ONNX model: its {where} holds bytes that are no text in UTF-8.")
     return model
+
+
+def not_text(model: ModelProto) -> str:
+    """Where a model has a string that is no UTF-8, such as ``"graph.node.name"``, or ``""``.
+
+    protobuf reads such models, and gives ``bytes`` where ``str`` is promised: no tool expects them.
+    """
+    waiting: list[tuple[Message, str]] = [(model, "")]
+    while waiting:
+        message, where = waiting.pop()
+        if isinstance(message, TensorProto):  # not by its fields, whose data would be copied
+            texts = [message.name, message.doc_string]
+            texts += [text for entry in message.external_data for text in (entry.key, entry.value)]
+            if bytes in map(type, texts):
+                return f"{where}.name"
+            continue
+        for field, value in message.ListFields():
+            if field.type == FieldDescriptor.TYPE_STRING:
+                if type(value) is bytes or (type(value) is not str and bytes in map(type, value)):
+                    return f"{where}.{field.name}".lstrip(".")
+            elif field.type == FieldDescriptor.TYPE_MESSAGE:
+                inner = f"{where}.{field.name}"
+                waiting += [(value, inner)] if isinstance(value, Message) else [(one, inner) for one in value]
+    return ""
 
 
 def _reason(error: OSError | ValueError) -> str:

@@ -191,7 +191,10 @@ def _order(here: Names) -> Iterator[Outcome]:
     for circle in found[:_MOST]:
         nodes = [scope.place(scope.nodes[number]) for number in circle]
         path = " reads from ".join([*nodes[:6], *(["..."] if len(nodes) > 6 else []), nodes[0]])
-        yield CYCLE(nodes[0], found="reads its own output" if len(nodes) == 1 else path)
+        yield CYCLE(
+            nodes[0],
+            found="reads its own output" if len(nodes) == 1 else f"a circle of {len(nodes)} nodes: {path}",
+        )
     # The closing edge of a circle is late by necessity; what else is late was not sorted.
     in_circles = {number for circle in found for number in circle}
     unsorted = [number for number in late if number not in in_circles]

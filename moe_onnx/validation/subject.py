@@ -12,9 +12,9 @@ import onnx
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, helper
 
 from moe_onnx.adapters.schema import tensor_info
-from moe_onnx.errors import OptionError
+from moe_onnx.errors import ModelFileError, OptionError
 from moe_onnx.spec import TensorInfo
-from moe_onnx.validation.reading import read_model
+from moe_onnx.validation.reading import not_text, read_model
 from moe_onnx.validation.types import infer_types
 
 
@@ -191,6 +191,8 @@ def open_subject(source: ModelProto | str | os.PathLike[str], options: Options) 
         OptionError: If ``source`` is neither a path nor a model.
     """
     if isinstance(source, ModelProto):
+        if where := not_text(source):
+            raise ModelFileError(f"The model's {where} holds bytes that are no text in UTF-8.")
         return Subject(source, source.graph.name or "model", options=options)
     if not isinstance(source, (str, os.PathLike)):
         raise OptionError(
