@@ -106,14 +106,16 @@ def _copy_node(node: NodeProto, copy: NodeProto) -> None:
             continue
         for attribute in value:
             made = copy.attribute.add()
-            if attribute.type == AttributeProto.GRAPH:
-                made.name, made.type = attribute.name, attribute.type
-                _copy_graph(attribute.g, made.g)
-            elif attribute.type == AttributeProto.TENSOR:
-                made.name, made.type = attribute.name, attribute.type
-                _copy_tensor(attribute.t, made.t)
-            else:
+            if attribute.type not in (AttributeProto.GRAPH, AttributeProto.GRAPHS, AttributeProto.TENSOR):
                 made.CopyFrom(attribute)
+                continue
+            made.name, made.type = attribute.name, attribute.type
+            if attribute.type == AttributeProto.GRAPH:
+                _copy_graph(attribute.g, made.g)
+            if attribute.type == AttributeProto.TENSOR:
+                _copy_tensor(attribute.t, made.t)
+            for graph in attribute.graphs:
+                _copy_graph(graph, made.graphs.add())
 
 
 def _copy_tensor(tensor: TensorProto, copy: TensorProto) -> None:
