@@ -6,6 +6,11 @@ from importlib import import_module
 
 MODULES: tuple[str, ...] = (
     # The file
+    "external",
+    "versions",
+    "structure",
+    "unused",
+    "tensors",
     # Operators, types, functions
     "known_ops",
     "own_ops",
