@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
@@ -162,8 +163,12 @@ def _code(name: str) -> str:
     code = CODES[name]
     return (
         f'<h3 id="{name}">{name} {_badge(code.severity)} {escape(code.title)}</h3>'
-        f"<p>{escape(code.why)}</p><p><b>To mend it:</b> {escape(code.mend)}</p>"
+        f"<p>{_prose(code.why)}</p><p><b>To mend it:</b> {_prose(code.mend)}</p>"
     )
+
+
+def _prose(text: str) -> str:
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def counted(report: Report) -> str:

@@ -111,7 +111,7 @@ def tensor_text(kind: tuple[str, tuple[int | str, ...]] | None) -> str:
     return "absent" if kind is None else f"{kind[0]} [{', '.join(map(str, kind[1]))}]"
 
 
-def collapsed(findings: Sequence[Finding], what: str) -> Finding:
+def as_one(findings: Sequence[Finding], what: str) -> Finding:
     """One finding for all of one cause: the first, and how many more there are."""
     first, more = findings[0], len(findings) - 1
     return replace(first, found=f"{first.found}; and {more} more {what} alike") if more else first

@@ -9,7 +9,7 @@ from moe_onnx.build.manifest import Manifest, ParameterInfo
 from moe_onnx.validation.findings import Finding, Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
-from moe_onnx.validation.training import Training, collapsed, few, tensor_text, training_of
+from moe_onnx.validation.training import Training, as_one, few, tensor_text, training_of
 
 COMPANIONS = code(
     "MO605",
@@ -50,7 +50,7 @@ def companions(subject: Subject) -> Iterator[Outcome]:
     for name, finding in _roles(training):
         wrong.setdefault(name, []).append(finding)
     for findings in wrong.values():
-        yield collapsed(findings, "inputs and outputs")
+        yield as_one(findings, "inputs and outputs")
 
 
 def _owners(manifest: Manifest, name: str) -> str:

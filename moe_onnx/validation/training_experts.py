@@ -9,7 +9,7 @@ from onnx import NodeProto
 from moe_onnx.validation.findings import Finding, Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
-from moe_onnx.validation.training import Training, collapsed, few
+from moe_onnx.validation.training import Training, as_one, few
 from moe_onnx.validation.training_flow import Flow, int_attribute, is_op
 from moe_onnx.validation.training_gradients import loss_of, prepared
 
@@ -52,7 +52,7 @@ def experts(subject: Subject) -> Iterator[Outcome]:
         return
     lost = list(_lost(training, flow, count))
     if lost:
-        yield collapsed(lost, "parameters")
+        yield as_one(lost, "parameters")
     for outcome in _mixed(flow, count):
         if not lost or outcome.code != LOST.name:  # where they are joined they are lost as well
             yield outcome

@@ -12,7 +12,7 @@ from moe_onnx.build.parameters import Parameter, parameters_of
 from moe_onnx.validation.findings import Finding, Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
-from moe_onnx.validation.training import Config, collapsed, few, tensor_text, training_of
+from moe_onnx.validation.training import Config, as_one, few, tensor_text, training_of
 
 PARAMETERS = code(
     "MO603",
@@ -74,7 +74,7 @@ def parameters(subject: Subject) -> Iterator[Outcome]:
             finding.found.partition(" shape ")[0] if "experts" in finding.where else "", []
         ).append(finding)
     for findings in same.values():
-        yield collapsed(findings, "parameters")
+        yield as_one(findings, "parameters")
 
 
 def _shapes(

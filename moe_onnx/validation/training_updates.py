@@ -11,7 +11,7 @@ from moe_onnx.build.optimizers import SGD, AdamW
 from moe_onnx.validation.findings import Finding, Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
-from moe_onnx.validation.training import Training, collapsed, few
+from moe_onnx.validation.training import Training, as_one, few
 from moe_onnx.validation.training_flow import Flow, scalar
 from moe_onnx.validation.training_gradients import GRAD_NORM, gradient_parts, prepared
 
@@ -62,7 +62,7 @@ def updates(subject: Subject) -> Iterator[Outcome]:
         for kind, finding in _of_parameter(training, flow, parameter, owner, parts):
             same.setdefault((finding.code, kind), []).append(finding)
     for findings in same.values():
-        yield collapsed(findings, "outputs")
+        yield as_one(findings, "outputs")
 
 
 def _of_parameter(
