@@ -125,6 +125,7 @@ def merged_parameters(subject: Subject) -> Iterable[Outcome]:
 def _merged_parameters(subject: Subject) -> Iterator[Outcome]:
     scope = subject.main
     merged: dict[str, list[str]] = defaultdict(list)
+    modules: dict[str, set[str]] = defaultdict(set)
     seen = False
     for node in scope.nodes:
         if is_op(node, "Identity") and (tensor := scope.initializers.get(argument(node, 0))) is not None:
@@ -133,6 +134,7 @@ def _merged_parameters(subject: Subject) -> Iterator[Outcome]:
             seen = True
             if "." in name and "." in tensor.name and _may_be_merged(tensor):
                 merged[tensor.name].append(f"{name!r}")
+                modules[tensor.name] |= {name, tensor.name}
         module = _module(node)
         if module is None:
             continue
@@ -142,10 +144,13 @@ def _merged_parameters(subject: Subject) -> Iterator[Outcome]:
             if tensor is None or "." not in name or not _may_be_merged(tensor):
                 continue
             owner = name.rpartition(".")[0]
+            modules[name].add(_said(module))
             # The last part of an owner tells modules apart: a wrapper may have put names in front.
             if owner not in module and not any(owner.endswith("." + one) for one in module if "." in one):
                 merged[name].append(f"{_said(module)!r}")
     for name, others in merged.items():
+        if len(modules[name]) < 2:
+            continue  # one use: a node that was fused from those of two modules
         yield MERGED(
             scope.tensor(name),
             found=f"also used as a parameter of {_some(list(dict.fromkeys(others)))}",
