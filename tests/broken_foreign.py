@@ -118,7 +118,16 @@ def merge_by_identity(model: onnx.ModelProto) -> None:
 
 
 def merge_zeros(model: onnx.ModelProto) -> None:
-    """A matrix of one value throughout, used by another module."""
+    """A matrix of one value throughout, used by two modules. Of other values, it would be tied."""
+    look_up = onnx.helper.make_node("Gather", ["model.embed.weight", "ids"], ["looked_up"], name="look_up")
+    look_up.metadata_props.add(
+        key="pkg.torch.onnx.name_scopes", value="['', 'model', 'model.embed', 'gather']"
+    )
+    model.graph.node.append(look_up)
+    model.graph.input.append(onnx.helper.make_tensor_value_info("ids", onnx.TensorProto.INT64, ["n"]))
+    model.graph.output.append(
+        onnx.helper.make_tensor_value_info("looked_up", onnx.TensorProto.FLOAT, ["n", 4])
+    )
     model.graph.initializer[2].CopyFrom(
         onnx.helper.make_tensor("model.embed.weight", onnx.TensorProto.FLOAT, [4, 4], [0.0] * 16)
     )
