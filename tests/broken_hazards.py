@@ -192,6 +192,12 @@ BALANCE = """
 """
 
 
+HALVES = """
+    halves (float[4, 4] x) => (float[2, 4] a, float[2, 4] b)
+    { [split] a, b = Split <axis = 0, num_outputs = 2> (x) }
+"""
+
+
 def in_a_function(model: onnx.ModelProto) -> None:
     """Calls a function twice from outside on bfloat16, through another one."""
     local = onnx.parser.parse_function("""
@@ -236,6 +242,9 @@ def in_a_branch(model: onnx.ModelProto) -> None:
 
 
 MUTATIONS = [
+    edited("MO409", "more outputs", HALVES, "a, b =", "a, b, more ="),
+    edited("MO409", "fewer outputs", HALVES, "num_outputs = 2", "num_outputs = 3"),
+    edited("MO409", "huge number", HALVES, "num_outputs = 2", "num_outputs = 1000000000000"),
     edited("MO401", "rows are an input", ADD_ROWS, "Unsqueeze (range, last)", "Unsqueeze (rows, last)"),
     edited(
         "MO401",
@@ -287,9 +296,9 @@ MUTATIONS = [
         'ScatterElements <axis = 0, reduction = "add"> (zeros, cells, zeros)',
         "ScatterND (zeros, cells, updates)",
     ),
-    edited("MO405", "int32 into GatherND", TAKE, "GatherND (x, wide)", "GatherND (x, rows)"),
-    edited("MO405", "int32 into ScatterND", PUT, "int64[n, 1] rows", "int32[n, 1] rows"),
-    edited("MO405", "uint8 into ScatterND", PUT, "int64[n, 1] rows", "uint8[n, 1] rows"),
+    edited("MO405", "int32 into GatherND", TAKE, "GatherND (x, wide)", "GatherND (x, rows)", also=("MO321",)),
+    edited("MO405", "int32 into ScatterND", PUT, "int64[n, 1] rows", "int32[n, 1] rows", also=("MO321",)),
+    edited("MO405", "uint8 into ScatterND", PUT, "int64[n, 1] rows", "uint8[n, 1] rows", also=("MO321",)),
     edited("MO406", "row behind the last", TABLE, "{0, -5, 4}", "{0, 5, 4}"),
     edited("MO406", "row before the first", TABLE, "{0, -5, 4}", "{0, -6, 4}"),
     edited(

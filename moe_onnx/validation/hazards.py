@@ -13,6 +13,7 @@ from moe_onnx.validation.distinct import repeated_element, repeated_rows, scatte
 from moe_onnx.validation.findings import Outcome
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Scope, Subject
+from moe_onnx.validation.types import ends_inference
 from moe_onnx.validation.values import (
     VIEWS,
     argument,
@@ -102,6 +103,15 @@ PAD_SIGN = code(
     mend="Compare with 0 and select by Where; leave the sign alone.",
 )
 
+SPLIT_OUTPUTS = code(
+    "MO409",
+    "error",
+    "A Split has another number of outputs than its num_outputs",
+    why="onnx 1.23.2's shape inference ends the whole process where there are more outputs than num_outputs, "
+    "and takes memory without end where num_outputs is huge: tools that infer shapes die on the model.",
+    mend="Set num_outputs to the number of outputs.",
+)
+
 _GATHERS = ("Gather", "GatherElements", "GatherND")
 _SCATTERS = ("ScatterElements", "ScatterND")
 _TWICE = "that no row is named twice, which cannot be shown here"
@@ -152,6 +162,16 @@ def _indices(subject: Subject) -> Iterator[Outcome]:
         # A branch may be one that is never taken.
         if scope is subject.main:
             yield from _ranges(subject, scope, node)
+
+
+@check("static", SPLIT_OUTPUTS)
+def splits(subject: Subject) -> Iterable[Outcome]:
+    """Every Split has the outputs that it says it has."""
+    for scope, node in subject.nodes():
+        if ends_inference(node):
+            count = integer(node, "num_outputs", 0)
+            found = f"num_outputs is {count}, outputs are {len(node.output)}"
+            yield SPLIT_OUTPUTS(scope.place(node), found=found)
 
 
 @check("static", PAD_READ, PAD_SIGN)
