@@ -18,7 +18,9 @@ MODULES: tuple[str, ...] = (
     "inference",
     # What is legal, and wrong or dear all the same
     "hazards",
+    "pads",
     "kernels",
+    "costs",
     # The source documents, and devices
     "documents",
     "index_values",
@@ -29,6 +31,7 @@ MODULES: tuple[str, ...] = (
     # Training graphs
     # What exporters lose
     "foreign",
+    "expert_use",
     # Level "run"
     # Level "full"
 )
