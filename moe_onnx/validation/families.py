@@ -18,7 +18,9 @@ MODULES: tuple[str, ...] = (
     "inference",
     # What is legal, and wrong or dear all the same
     "hazards",
+    "pads",
     "kernels",
+    "costs",
     # The source documents, and devices
     "documents",
     "index_values",
@@ -39,6 +41,7 @@ MODULES: tuple[str, ...] = (
     "training_folder",
     # What exporters lose
     "foreign",
+    "expert_use",
     # Level "run"
     # Level "full"
 )

@@ -17,6 +17,7 @@ from moe_onnx.spec import Dim, show
 from moe_onnx.validation.known_ops import malformed, own_operator
 from moe_onnx.validation.signatures import clamp
 from moe_onnx.validation.subject import Scope, Subject, normal_domain, operator_name, subgraphs
+from moe_onnx.validation.types import ends_inference
 
 _SMALL = 1024  # elements of a constant that inference may read
 _NOISE = re.compile(r"\[(Shape|Type)InferenceError\]\s*|\(op_type:\w+[^)]*\):\s*|Inference error\(s\):\s*")
@@ -97,7 +98,7 @@ class Walk:
     def _node(self, scope: Scope, node: NodeProto, declared: dict[str, TypeProto]) -> Iterator[Problem]:
         domain = normal_domain(node.domain)
         schema = self._schema(domain, node.op_type, clamp(scope.opsets.get(domain)))
-        if schema is None or id(node) in malformed(self.subject):
+        if schema is None or id(node) in malformed(self.subject) or ends_inference(node):
             if schema is None and (domain, node.op_type) not in self.subject.functions:
                 self.blind.add(operator_name(node))
             return
