@@ -12,6 +12,7 @@ from moe_onnx.rewrite.legalize import BODY_DOMAIN
 from moe_onnx.spec import DOMAIN
 from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome
+from moe_onnx.validation.own_bodies import in_own_body
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.signatures import (
     EXTENSIONS,
@@ -176,8 +177,8 @@ def _all_nodes(subject: Subject) -> Iterator[Finding]:
     known, wrong = Known.of(subject), malformed(subject)
     overloads = {(normal_domain(f.domain), f.name, f.overload) for f in subject.model.functions}
     for scope, node in subject.nodes():
-        if own_operator(node):
-            continue  # see own_ops
+        if own_operator(node) or in_own_body(subject, scope):
+            continue  # the first are looked at in own_ops
         domain = normal_domain(node.domain)
         signature = known.signature(domain, node.op_type, scope.opsets.get(domain))
         function = subject.functions.get((domain, node.op_type))
