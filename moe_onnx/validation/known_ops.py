@@ -246,7 +246,11 @@ def _unknown(scope: Scope, node: NodeProto, subject: Subject, known: Known) -> F
         return WRONG_DOMAIN(where, found=spelled, expected=f"'{op}' of domain '{close_domain}'")
     if domain in EXTENSIONS:
         return UNKNOWN_OPERATOR(where, found=f"{spelled} of the installed onnxruntime-extensions")
-    return UNKNOWN_DOMAIN(where, found=f"nothing that is known has operator '{operator_name(node)}'")
+    return UNKNOWN_DOMAIN(
+        where,
+        found=f"nothing that is known has operator '{operator_name(node)}'",
+        expected=f"'{op}' of {_name(homes[0])}, if that is meant" if homes else "",
+    )
 
 
 def _name(domain: str) -> str:

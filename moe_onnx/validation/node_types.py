@@ -106,8 +106,11 @@ class Walk:
     def _node(self, scope: Scope, node: NodeProto, declared: dict[str, TypeProto]) -> Iterator[Problem]:
         domain = normal_domain(node.domain)
         schema = self._schema(domain, node.op_type, clamp(scope.opsets.get(domain)))
-        if schema is None or id(node) in malformed(self.subject):
-            if schema is None and (domain, node.op_type) not in self.subject.functions:
+        if id(node) in malformed(self.subject):
+            self._forget(scope, node, declared)
+            return
+        if schema is None:
+            if (domain, node.op_type) not in self.subject.functions:
                 self.blind.add(operator_name(node))
             return
         given: dict[str, TypeProto] = {}
@@ -129,6 +132,7 @@ class Walk:
                 said = _inputs(node, given)
                 found = _plain(str(error)) + (f"; {said}" if said else "")
                 yield Problem("node", scope.place(node), found)
+            self._forget(scope, node, declared)
             return
         except (RuntimeError, ValueError, TypeError, KeyError, IndexError):
             return  # onnx's own difficulties: constants that it cannot read, attributes that it cannot infer
@@ -137,6 +141,11 @@ class Walk:
                 yield from self._compare(scope, name, declared[name], made, f"{scope.place(node)} gives")
             known = self._lenient[id(scope)].get(name)
             self._strict[id(scope)][name] = made if known is None else _merged(made, known)
+
+    def _forget(self, scope: Scope, node: NodeProto, declared: dict[str, TypeProto]) -> None:
+        """Of what a wrong node gives nothing counts but what is declared: its readers are not to blame."""
+        for name in node.output:
+            self._strict[id(scope)][name] = declared.get(name, TypeProto())
 
     def _compare(
         self, scope: Scope, name: str, declared: TypeProto, made: TypeProto, giver: str

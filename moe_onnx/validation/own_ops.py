@@ -185,7 +185,9 @@ def _check_meaning(
     except MoeOnnxError as error:
         kinds = {AttributeValueError: VALUE, MissingInputError: COMPANION, DtypeError: DTYPE}
         kind = kinds.get(type(error), SHAPE)
-        yield kind(where, found=str(error).rstrip("."), aclnn=error.aclnn_status)
+        said, _, advice = str(error).removeprefix(f"{spec.name}: ").partition(". ")
+        mend = {COMPANION: advice, SHAPE: f"{advice} {SHAPE.mend}".strip()}.get(kind, "")
+        yield kind(where, found=said.rstrip("."), mend=mend, aclnn=error.aclnn_status)
 
 
 def _forms(subject: Subject) -> Iterator[Finding]:
