@@ -188,9 +188,9 @@ def whole_model_problem(subject: Subject) -> Problem | None:
     except onnx.shape_inference.InferenceError as error:
         message = str(error)
         # An error in the function that defines an operator of ONNX is an affair of onnx.
-        if message.count("Inference error(s)") > 1 or _UNTYPED.search(message):
-            return None
         first = next((line for line in message.splitlines() if "op_type" in line), message)
+        if message.count("Inference error(s)") > 1 or _UNTYPED.search(first):
+            return None
         said = re.search(r"\(op_type:(\w+)(?:, node name: (.*?))?\):", first)
         where = "the model"
         if said:
