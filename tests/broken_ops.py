@@ -43,6 +43,20 @@ def branches() -> ModelProto:
     """)
 
 
+def loop() -> ModelProto:
+    """A Loop that carries one value and collects another."""
+    return parse("""
+        loop (float[n, 3] x, int64 t, bool c) => (float[n, 3] y)
+        {
+            [repeat] y, all = Loop (t, c, x) <body = b (int64 i, bool k, float[n, 3] q) => (bool g, r, s) {
+                g = Identity (k)
+                r = Neg (q)
+                s = Relu (r)
+            }>
+        }
+    """)
+
+
 def calls() -> ModelProto:
     """A function with an attribute, called twice, and one that calls it."""
     return parse(
@@ -305,6 +319,7 @@ MUTATIONS: list[Mutation] = [
     Mutation("MO306", "one output too many", plain, outputs("shift", "shifted", "extra")),
     Mutation("MO306", "too many of a function", calls, outputs("first", "h", "extra")),
     Mutation("MO306", "ascend moe operator with one too many", ascend, outputs("init", "dx", "extra")),
+    Mutation("MO306", "an output of a loop too few", loop, outputs("repeat", "y")),
     # MO307-MO311: attributes
     Mutation("MO307", "unknown attribute", plain, attribute("shift", axis=1)),
     Mutation("MO307", "misspelt attribute", plain, attribute("activate", axes=1)),
@@ -467,4 +482,5 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation("MO347", "attribute passed on in a graph", plain, lambda m: _ref(m, "activate", "axis", "axis")),
     Mutation("MO348", "the same function twice", calls, lambda m: m.functions.extend([m.functions[0]])),
+    Mutation("MO349", "input of a function without a name", calls, function(lambda f: f.input.append(""))),
 ]

@@ -86,9 +86,17 @@ DOUBLE = code(
     why="Which of them a node calls is not said. onnxruntime and onnx.checker refuse the model.",
     mend="Remove one, or tell them apart by their overload.",
 )
+UNNAMED = code(
+    "MO349",
+    "error",
+    "A function, or an input or output of one, has no name",
+    why="Nothing can call such a function, or reach such a value. onnxruntime refuses the model "
+    "(`failed validating the check: !(it.GetName().empty())`).",
+    mend="Name it, or leave it out.",
+)
 
 
-@check("static", FOREIGN_BODY, SHADOWED, DOUBLE)
+@check("static", FOREIGN_BODY, SHADOWED, DOUBLE, UNNAMED)
 def names(subject: Subject) -> Iterator[Outcome]:
     """Functions have names of their own, or are this package's bodies of its operators."""
     known, seen = Known.of(subject), set()
@@ -98,6 +106,8 @@ def names(subject: Subject) -> Iterator[Outcome]:
         if key in seen:
             yield DOUBLE(where, found="the model has another function of this domain, name and overload")
         seen.add(key)
+        if not all((function.name, *function.input, *function.output)):
+            yield UNNAMED(where, found=f"inputs {list(function.input)}, outputs {list(function.output)}")
         if function.name in BY_NAME and domain in (DOMAIN, BODY_DOMAIN):
             if id(function) not in own_bodies(subject):
                 yield FOREIGN_BODY(where, found="its nodes are not those of this package's body")

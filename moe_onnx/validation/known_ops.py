@@ -23,7 +23,7 @@ from moe_onnx.validation.signatures import (
     is_served,
     of_function,
 )
-from moe_onnx.validation.subject import Scope, Subject, normal_domain, operator_name
+from moe_onnx.validation.subject import Scope, Subject, normal_domain, operator_name, subgraphs
 
 UNKNOWN_OPERATOR = code(
     "MO301",
@@ -287,7 +287,7 @@ def shape_of_node(scope: Scope, node: NodeProto, signature: Signature) -> Iterat
     where = scope.place(node)
     if said := _slots(node.input, signature.inputs, "inputs"):
         yield INPUTS(where, found=said[0], expected=said[1])
-    if said := _slots(node.output, signature.outputs, "outputs"):
+    if said := _slots(node.output, signature.outputs, "outputs") or _outputs_of_body(node):
         yield OUTPUTS(where, found=said[0], expected=said[1])
     yield from attributes_of_node(where, node, signature)
 
@@ -304,6 +304,19 @@ def _slots(given: Sequence[str], slots: Slots, what: str) -> tuple[str, str] | N
         if needed and not name:
             return f"'{formal}' is left out", expected
     return None
+
+
+def _outputs_of_body(node: NodeProto) -> tuple[str, str] | None:
+    """Loop and Scan have the outputs of their body; onnx's inference lets too few of them pass."""
+    if node.op_type not in ("Loop", "Scan") or normal_domain(node.domain):
+        return None
+    body = next((graph for name, graph in subgraphs(node) if name == "body"), None)
+    if body is None:
+        return None
+    wanted = len(body.output) - (node.op_type == "Loop")
+    if wanted == len(node.output):
+        return None
+    return f"{len(node.output)} outputs", f"{wanted}, as many as the body gives"
 
 
 def attributes_of_node(where: str, node: NodeProto, signature: Signature) -> Iterator[Finding]:

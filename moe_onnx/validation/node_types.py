@@ -36,6 +36,10 @@ class Problem:
     expected: str = ""
 
 
+# Runtimes take a domain that is not imported for the newest; imports are an affair of the versions' check.
+_NOT_IMPORTED = "No opset import for domain"
+
+
 class Walk:
     """The types of all values of a model's graph and subgraphs, and what contradicts itself.
 
@@ -128,6 +132,7 @@ class Walk:
             )
         except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
             untyped = _UNTYPED.search(str(error)) and _is_untyped(node, given)
+            untyped = untyped or _NOT_IMPORTED in str(error)
             if not untyped and not own_operator(node):  # whose findings are of own_ops
                 said = _inputs(node, given)
                 found = _plain(str(error)) + (f"; {said}" if said else "")
@@ -183,13 +188,16 @@ class Walk:
 
 def whole_model_problem(subject: Subject) -> Problem | None:
     """What onnx's strict inference finds with the sizes that nodes compute, which a node alone shows not."""
+    graph = subject.model.graph
+    if any(_has_negative(value.type) for value in (*graph.input, *graph.value_info, *graph.output)):
+        return None  # onnx takes -1 for a size, everybody else for an unknown one
     try:
         onnx.shape_inference.infer_shapes(subject.inferred[0], strict_mode=True, data_prop=True)
     except onnx.shape_inference.InferenceError as error:
         message = str(error)
         # An error in the function that defines an operator of ONNX is an affair of onnx.
         first = next((line for line in message.splitlines() if "op_type" in line), message)
-        if message.count("Inference error(s)") > 1 or _UNTYPED.search(first):
+        if message.count("Inference error(s)") > 1 or _UNTYPED.search(first) or _NOT_IMPORTED in message:
             return None
         said = re.search(r"\(op_type:(\w+)(?:, node name: (.*?))?\):", first)
         where = "the model"
@@ -210,7 +218,7 @@ def _types_in(scope: Scope) -> dict[str, TypeProto]:
     types = _declared_in(scope)
     for value in () if scope.graph is None else scope.graph.input:
         if value.type.WhichOneof("value"):
-            types[value.name] = value.type
+            types[value.name] = _without_negative(value.type)
     for name, tensor in scope.initializers.items():
         types[name] = helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
     return types
@@ -218,7 +226,23 @@ def _types_in(scope: Scope) -> dict[str, TypeProto]:
 
 def _declared_in(scope: Scope) -> dict[str, TypeProto]:
     values = () if scope.graph is None else (*scope.graph.value_info, *scope.graph.output)
-    return {value.name: value.type for value in values if value.type.WhichOneof("value")}
+    return {v.name: _without_negative(v.type) for v in values if v.type.WhichOneof("value")}
+
+
+def _has_negative(proto: TypeProto) -> bool:
+    return proto.HasField("tensor_type") and any(d.dim_value < 0 for d in proto.tensor_type.shape.dim)
+
+
+def _without_negative(proto: TypeProto) -> TypeProto:
+    """Some exporters write -1 for a size that varies; runtimes read any negative size like that."""
+    if not _has_negative(proto):
+        return proto
+    copy = TypeProto()
+    copy.CopyFrom(proto)
+    for dim in copy.tensor_type.shape.dim:
+        if dim.dim_value < 0:
+            dim.Clear()
+    return copy
 
 
 def _graphs_inside(node: NodeProto) -> Iterator[GraphProto]:
