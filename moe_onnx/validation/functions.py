@@ -11,7 +11,8 @@ from moe_onnx.rewrite.legalize import BODY_DOMAIN
 from moe_onnx.spec import DOMAIN
 from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome
-from moe_onnx.validation.known_ops import malformed, shape_of_node
+from moe_onnx.validation.known_ops import malformed
+from moe_onnx.validation.node_form import shape_of_node
 from moe_onnx.validation.own_bodies import own_bodies
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.signatures import Known, runtime_schemas

@@ -10,15 +10,26 @@ import onnx
 import onnx.checker
 import onnx.defs
 import onnx.shape_inference
-from onnx import GraphProto, NodeProto, TensorProto, TypeProto, helper
+from onnx import NodeProto, TypeProto, helper
 
 from moe_onnx.adapters.schema import elem_name
-from moe_onnx.spec import Dim, show
+from moe_onnx.spec import show
 from moe_onnx.validation.known_ops import malformed, own_operator
 from moe_onnx.validation.signatures import clamp
 from moe_onnx.validation.subject import Scope, Subject, normal_domain, operator_name, subgraphs
+from moe_onnx.validation.type_protos import (
+    constants_of,
+    declared_in,
+    graphs_inside,
+    has_negative,
+    is_untyped,
+    merged,
+    names_inside,
+    said_inputs,
+    sizes,
+    types_in,
+)
 
-_SMALL = 1024  # elements of a constant that inference may read
 _NOISE = re.compile(r"\[(Shape|Type)InferenceError\]\s*|\(op_type:\w+[^)]*\):\s*|Inference error\(s\):\s*")
 # What onnx says where types are not known: of inputs, and of outputs of subgraphs, which it does not infer.
 _UNTYPED = re.compile(
@@ -57,7 +68,7 @@ class Walk:
         scopes = [scope for scope in subject.scopes if scope.function is None]
         # What onnx's inference over the whole model knows: also sizes that nodes compute.
         self._lenient = {
-            id(scope): _types_in(other)
+            id(scope): types_in(other)
             for scope, other in zip(scopes, Subject(light, "").scopes[: len(scopes)], strict=True)
         }
         self._strict: dict[int, dict[str, TypeProto]] = {id(scope): {} for scope in scopes}
@@ -68,7 +79,7 @@ class Walk:
         late: list[tuple[NodeProto, Problem]] = []
         hurt: set[int] = set()  # graphs with problems of their own
         for scope in self._scopes:
-            declared = _declared_in(scope)
+            declared = declared_in(scope)
             for name, tensor in scope.initializers.items():
                 if name in declared:
                     made = helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
@@ -85,7 +96,7 @@ class Walk:
                         yield problem
         # What a node says of its subgraphs is said again where they have said nothing themselves.
         for node, problem in late:
-            if not any(id(graph) in hurt for graph in _graphs_inside(node)):
+            if not any(id(graph) in hurt for graph in graphs_inside(node)):
                 yield problem
 
     def type_of(self, scope: Scope, name: str) -> TypeProto | None:
@@ -118,7 +129,7 @@ class Walk:
                 self.blind.add(operator_name(node))
             return
         given: dict[str, TypeProto] = {}
-        for name in (*node.input, *_names_inside(node)):
+        for name in (*node.input, *names_inside(node)):
             if name and name not in given:
                 given[name] = self.type_of(scope, name) or TypeProto()
         try:
@@ -126,15 +137,15 @@ class Walk:
                 schema,
                 node,
                 given,
-                input_data=_constants(scope, node),
+                input_data=constants_of(scope, node),
                 opset_imports=self._imports,
                 ir_version=self.subject.model.ir_version,
             )
         except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
-            untyped = _UNTYPED.search(str(error)) and _is_untyped(node, given)
+            untyped = _UNTYPED.search(str(error)) and is_untyped(node, given)
             untyped = untyped or _NOT_IMPORTED in str(error)
             if not untyped and not own_operator(node):  # whose findings are of own_ops
-                said = _inputs(node, given)
+                said = said_inputs(node, given)
                 found = _plain(str(error)) + (f"; {said}" if said else "")
                 yield Problem("node", scope.place(node), found)
             self._forget(scope, node, declared)
@@ -145,7 +156,7 @@ class Walk:
             if name in declared:
                 yield from self._compare(scope, name, declared[name], made, f"{scope.place(node)} gives")
             known = self._lenient[id(scope)].get(name)
-            self._strict[id(scope)][name] = made if known is None else _merged(made, known)
+            self._strict[id(scope)][name] = made if known is None else merged(made, known)
 
     def _forget(self, scope: Scope, node: NodeProto, declared: dict[str, TypeProto]) -> None:
         """Of what a wrong node gives nothing counts but what is declared: its readers are not to blame."""
@@ -170,7 +181,7 @@ class Walk:
             )
         if not (said.HasField("shape") and true.HasField("shape")):
             return
-        ours, theirs = _shape(said), _shape(true)
+        ours, theirs = sizes(said), sizes(true)
         if len(ours) != len(theirs) or any(
             isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(ours, theirs, strict=True)
         ):
@@ -189,7 +200,7 @@ class Walk:
 def whole_model_problem(subject: Subject) -> Problem | None:
     """What onnx's strict inference finds with the sizes that nodes compute, which a node alone shows not."""
     graph = subject.model.graph
-    if any(_has_negative(value.type) for value in (*graph.input, *graph.value_info, *graph.output)):
+    if any(has_negative(value.type) for value in (*graph.input, *graph.value_info, *graph.output)):
         return None  # onnx takes -1 for a size, everybody else for an unknown one
     try:
         onnx.shape_inference.infer_shapes(subject.inferred[0], strict_mode=True, data_prop=True)
@@ -214,118 +225,6 @@ def whole_model_problem(subject: Subject) -> Problem | None:
     return None
 
 
-def _types_in(scope: Scope) -> dict[str, TypeProto]:
-    types = _declared_in(scope)
-    for value in () if scope.graph is None else scope.graph.input:
-        if value.type.WhichOneof("value"):
-            types[value.name] = _without_negative(value.type)
-    for name, tensor in scope.initializers.items():
-        types[name] = helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
-    return types
-
-
-def _declared_in(scope: Scope) -> dict[str, TypeProto]:
-    values = () if scope.graph is None else (*scope.graph.value_info, *scope.graph.output)
-    return {v.name: _without_negative(v.type) for v in values if v.type.WhichOneof("value")}
-
-
-def _has_negative(proto: TypeProto) -> bool:
-    return proto.HasField("tensor_type") and any(d.dim_value < 0 for d in proto.tensor_type.shape.dim)
-
-
-def _without_negative(proto: TypeProto) -> TypeProto:
-    """Some exporters write -1 for a size that varies; runtimes read any negative size like that."""
-    if not _has_negative(proto):
-        return proto
-    copy = TypeProto()
-    copy.CopyFrom(proto)
-    for dim in copy.tensor_type.shape.dim:
-        if dim.dim_value < 0:
-            dim.Clear()
-    return copy
-
-
-def _graphs_inside(node: NodeProto) -> Iterator[GraphProto]:
-    stack = [graph for _, graph in subgraphs(node)]
-    while stack:
-        graph = stack.pop()
-        yield graph
-        stack += [inner for each in graph.node for _, inner in subgraphs(each)]
-
-
-def _is_untyped(node: NodeProto, given: dict[str, TypeProto]) -> bool:
-    """Whether an input, or an output of a subgraph, is of no known type."""
-    outputs = [value.type for _, graph in subgraphs(node) for value in graph.output]
-    inputs = [given[name] for name in node.input if name]
-    return any(
-        not t.WhichOneof("value") or (t.HasField("tensor_type") and not t.tensor_type.elem_type)
-        for t in (*outputs, *inputs)
-    )
-
-
-def _names_inside(node: NodeProto) -> Iterator[str]:
-    for graph in _graphs_inside(node):
-        for inner in graph.node:
-            yield from inner.input
-
-
-def _constants(scope: Scope, node: NodeProto) -> dict[str, TensorProto]:
-    """Small constants among the inputs, by name: sizes, axes, steps."""
-    found = {}
-    for name in node.input:
-        tensor = scope.initializer(name)
-        if tensor is None and (made := scope.producer(name)) is not None and made[1].op_type == "Constant":
-            tensor = next((a.t for a in made[1].attribute if a.name == "value"), None)
-        if tensor is not None and tensor.data_location != TensorProto.EXTERNAL and _is_small(tensor):
-            found[name] = tensor
-    return found
-
-
-def _is_small(tensor: TensorProto) -> bool:
-    size = 1
-    for dim in tensor.dims:
-        size *= dim
-    return 0 <= size <= _SMALL
-
-
-def _merged(made: TypeProto, known: TypeProto) -> TypeProto:
-    """What a node gives, with the sizes that inference over the whole model knows besides."""
-    if not (made.HasField("tensor_type") and known.HasField("tensor_type")):
-        return made if made.WhichOneof("value") else known
-    ours, theirs = made.tensor_type, known.tensor_type
-    if ours.elem_type and theirs.elem_type and ours.elem_type != theirs.elem_type:
-        return made
-    if not ours.elem_type:
-        ours.elem_type = theirs.elem_type
-    if not ours.HasField("shape"):
-        if theirs.HasField("shape"):
-            ours.shape.CopyFrom(theirs.shape)
-    elif theirs.HasField("shape") and len(ours.shape.dim) == len(theirs.shape.dim):
-        for dim, other in zip(ours.shape.dim, theirs.shape.dim, strict=True):
-            if not dim.HasField("dim_value") and other.WhichOneof("value"):
-                dim.CopyFrom(other)
-    return made
-
-
-def _shape(tensor: TypeProto.Tensor) -> tuple[Dim, ...]:
-    return tuple(
-        dim.dim_value if dim.HasField("dim_value") else (dim.dim_param or None) for dim in tensor.shape.dim
-    )
-
-
 def _plain(message: str) -> str:
     """An error of onnx without its brackets."""
     return " ".join(_NOISE.sub("", message).split()).rstrip(".")[:500]
-
-
-def _inputs(node: NodeProto, given: dict[str, TypeProto]) -> str:
-    """The types of a node's inputs, for a reader."""
-    said = []
-    for name in list(node.input)[:8]:
-        if name and given[name].HasField("tensor_type"):
-            tensor = given[name].tensor_type
-            elem = elem_name(tensor.elem_type).lower() if tensor.elem_type else "?"
-            said.append(
-                f"{name} is {elem} {show(_shape(tensor)) if tensor.HasField('shape') else ''}".strip()
-            )
-    return ", ".join(said)

@@ -21,15 +21,14 @@ from moe_onnx.operators import BY_NAME
 from moe_onnx.spec import DOMAIN, VERSION, Arg, OpSpec, TensorInfo
 from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome
-from moe_onnx.validation.known_ops import (
+from moe_onnx.validation.known_ops import malformed, own_operator
+from moe_onnx.validation.node_form import (
     ATTRIBUTE_KIND,
     ATTRIBUTE_MISSING,
     ATTRIBUTE_TWICE,
     ATTRIBUTE_UNKNOWN,
     INPUTS,
     OUTPUTS,
-    malformed,
-    own_operator,
     shape_of_node,
 )
 from moe_onnx.validation.own_bodies import in_own_body
