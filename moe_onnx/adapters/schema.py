@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import onnx
@@ -36,6 +38,8 @@ ELEM_TYPES = {
     "int8": onnx.TensorProto.INT8,
 }
 DTYPES: dict[int, str] = {int(elem): name for name, elem in ELEM_TYPES.items()}
+# Whether inference goes on past a node that its operator refuses, see `inference_goes_on`.
+_GOES_ON: ContextVar[bool] = ContextVar("moe_onnx_inference_goes_on", default=False)
 _KINDS = {
     "int": OpSchema.AttrType.INT,
     "bool": OpSchema.AttrType.INT,
@@ -109,12 +113,27 @@ def _inference(spec: OpSpec) -> Callable[[InferenceContext], None]:
         try:
             _, outputs = spec.check(inputs, attributes)
         except MoeOnnxError as error:
+            if _GOES_ON.get():
+                return
             raise InferenceError(str(error)) from error
         for i, info in enumerate(outputs[: context.get_num_outputs()]):
             if info is not None and info.dtype:
                 context.set_output_type(i, _type_proto(info))
 
     return infer
+
+
+@contextmanager
+def inference_goes_on() -> Iterator[None]:
+    """Within, a node that its operator refuses has outputs of unknown type, and what follows is inferred.
+
+    Otherwise one such node ends the inference of the whole model, with its operator's message.
+    """
+    token = _GOES_ON.set(True)
+    try:
+        yield
+    finally:
+        _GOES_ON.reset(token)
 
 
 def _input_info(context: InferenceContext, index: int) -> TensorInfo | None:

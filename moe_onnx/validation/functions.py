@@ -12,7 +12,6 @@ from moe_onnx.spec import DOMAIN
 from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome
 from moe_onnx.validation.known_ops import malformed
-from moe_onnx.validation.node_form import shape_of_node
 from moe_onnx.validation.own_bodies import own_bodies
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.signatures import Known, runtime_schemas
@@ -45,23 +44,6 @@ RECURSION = code(
     "onnxruntime and onnx.checker refuse the model.",
     mend="Use a Loop, or write the steps out.",
 )
-OPSET_BREAKS = code(
-    "MO344",
-    "error",
-    "A function is written for another opset than the model imports",
-    why="onnxruntime reads the nodes of a function by the opset of the model, whatever the function "
-    "imports, and refuses those that do not fit it (`Unrecognized attribute: axes for operator "
-    "ReduceMax`).",
-    mend="Convert the function's nodes to the model's opset, and import that one in both.",
-)
-OPSET_DIFFERS = code(
-    "MO345",
-    "warning",
-    "A function imports another opset than the model, in which its operators differ",
-    why="onnxruntime reads the nodes of a function by the opset of the model. Operators whose definition "
-    "has changed in between may then mean something else. onnx.checker refuses the model.",
-    mend="Convert the function's nodes to the model's opset, and import that one in both.",
-)
 CUSTOM_INSIDE = code(
     "MO346",
     "warning",
@@ -80,13 +62,6 @@ UNDECLARED = code(
     "force.",
     mend="Declare the attribute in the function, or write the value.",
 )
-DOUBLE = code(
-    "MO348",
-    "error",
-    "Two functions have one name",
-    why="Which of them a node calls is not said. onnxruntime and onnx.checker refuse the model.",
-    mend="Remove one, or tell them apart by their overload.",
-)
 UNNAMED = code(
     "MO349",
     "error",
@@ -97,16 +72,12 @@ UNNAMED = code(
 )
 
 
-@check("static", FOREIGN_BODY, SHADOWED, DOUBLE, UNNAMED)
+@check("static", FOREIGN_BODY, SHADOWED, UNNAMED)
 def names(subject: Subject) -> Iterator[Outcome]:
     """Functions have names of their own, or are this package's bodies of its operators."""
-    known, seen = Known.of(subject), set()
+    known = Known.of(subject)
     for function in subject.model.functions:
         domain, where = normal_domain(function.domain), _said(function)
-        key = domain, function.name, function.overload
-        if key in seen:
-            yield DOUBLE(where, found="the model has another function of this domain, name and overload")
-        seen.add(key)
         if not all((function.name, *function.input, *function.output)):
             yield UNNAMED(where, found=f"inputs {list(function.input)}, outputs {list(function.output)}")
         if function.name in BY_NAME and domain in (DOMAIN, BODY_DOMAIN):
@@ -139,12 +110,6 @@ def recursion(subject: Subject) -> Iterator[Outcome]:
             elif key not in done:
                 path.append(key)
                 stack.append(iter(calls[key]))
-
-
-@check("static", OPSET_BREAKS, OPSET_DIFFERS)
-def opsets(subject: Subject) -> Iterator[Outcome]:
-    """The nodes of functions mean the same in the opset that the model imports."""
-    yield from collapsed(_opset_differences(subject))
 
 
 @check("static", CUSTOM_INSIDE)
@@ -186,31 +151,6 @@ def _calls(subject: Subject, function: FunctionProto) -> Iterator[tuple[str, str
             yield key
         for _, graph in subgraphs(node):
             stack.extend(graph.node)
-
-
-def _opset_differences(subject: Subject) -> Iterator[Finding]:
-    known, main = Known.of(subject), subject.main.opsets
-    for scope, node in subject.nodes():
-        domain = normal_domain(node.domain)
-        own, outer = scope.opsets.get(domain), main.get(domain)
-        if (
-            scope.function is None
-            or own is None
-            or outer is None
-            or own == outer
-            or id(node) in malformed(subject)
-        ):
-            continue
-        there, here = known.signature(domain, node.op_type, own), known.signature(domain, node.op_type, outer)
-        if there is None or there == here:
-            continue
-        said = f"{operator_name(node)} of opset {own}"
-        if here is None or here.deprecated or any(shape_of_node(scope, node, here)):
-            yield OPSET_BREAKS(scope.place(node), found=said, expected=f"one of opset {outer}, the model's")
-        else:
-            yield OPSET_DIFFERS(
-                scope.place(node), found=said, expected=f"opset {outer}, the model's, where it is another"
-            )
 
 
 def _custom_inside(subject: Subject) -> Iterator[Finding]:

@@ -51,7 +51,7 @@ DECLARED_SHAPE = code(
 UNTYPED = code(
     "MO324",
     "error",
-    "An input or output of the graph has no type, or none that exists",
+    "An input or output of the graph has no element type, or none that exists",
     why="onnxruntime refuses inputs without a type and any element type that it does not know.",
     mend="Give the element type, and the shape where it is known.",
 )
@@ -89,12 +89,8 @@ def types(subject: Subject) -> Iterator[Outcome]:
 def typed(subject: Subject) -> Iterator[Outcome]:
     """The graph's inputs and outputs have types that exist."""
     graph = subject.model.graph
-    made = {tensor.name for tensor in graph.initializer}
     for value, what in [(v, "input") for v in graph.input] + [(v, "output") for v in graph.output]:
-        if not value.type.WhichOneof("value"):
-            if what == "input" and value.name not in made:
-                yield UNTYPED(f"input {value.name!r}", found="it has no type")
-        elif elem := _unknown_elem(value.type):
+        if elem := _unknown_elem(value.type):
             yield UNTYPED(f"{what} {value.name!r}", found=elem, expected="an element type of ONNX")
 
 

@@ -13,6 +13,7 @@ import onnx.shape_inference
 from onnx import NodeProto, TypeProto, helper
 
 from moe_onnx.adapters.schema import elem_name
+from moe_onnx.operators import BY_NAME
 from moe_onnx.spec import show
 from moe_onnx.validation.known_ops import malformed, own_operator
 from moe_onnx.validation.signatures import clamp
@@ -212,6 +213,8 @@ def whole_model_problem(subject: Subject) -> Problem | None:
             return None
         said = re.search(r"\(op_type:(\w+)(?:, node name: (.*?))?\):", first)
         where = "the model"
+        if said and said[1] in BY_NAME:
+            return None  # own_ops has looked at it; what is left are limits, which documents has
         if said:
             where = f"node {said[2]!r} ({said[1]})" if said[2] else f"a node {said[1]}"
         kind = "node"

@@ -18,11 +18,14 @@ _FIELDS = ("input", "output", "attribute", "attribute_proto", "node")
 
 def own_bodies(subject: Subject) -> set[int]:
     """``id`` of the functions of a model that are bodies of this package."""
-    found = subject.shared.get("own bodies")
+    found = subject.shared.get("functions that are own bodies")
     if found is None:
         found = {id(function) for function in subject.model.functions if is_own_body(function)}
         # The functions stand here as well: an id means something as long as its object lives.
-        subject.shared["own bodies"], subject.shared["functions"] = found, list(subject.model.functions)
+        subject.shared["functions that are own bodies"], subject.shared["functions, alive"] = (
+            found,
+            list(subject.model.functions),
+        )
     assert isinstance(found, set)
     return found
 

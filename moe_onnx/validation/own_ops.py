@@ -89,13 +89,6 @@ NO_BODY = code(
     "them.",
     mend="Save what moe_onnx.add_function_bodies returns for the model.",
 )
-DOMAIN_VERSION = code(
-    "MO318",
-    "error",
-    "The model is of another version of ascend.moe",
-    why="Operators may mean something else there, and `moe_onnx.InferenceSession` refuses the model.",
-    mend="Export the model again with the installed package.",
-)
 
 _SESSION = ("node", "session", "restore_shape")  # attributes that a session gives its Python ops
 
@@ -122,17 +115,9 @@ def nodes(subject: Subject) -> Iterator[Outcome]:
     yield from collapsed(found)
 
 
-@check("static", PYTHON_FORM, NO_BODY, DOMAIN_VERSION)
+@check("static", PYTHON_FORM, NO_BODY)
 def form(subject: Subject) -> Iterator[Outcome]:
     """The model carries the bodies of the ascend.moe operators it uses, in the form every route takes."""
-    for imported in (subject.model, *subject.model.functions):
-        for entry in imported.opset_import:
-            if entry.domain == DOMAIN and entry.version != VERSION:
-                yield DOMAIN_VERSION(
-                    "the model" if imported is subject.model else f"function '{imported.name}'",
-                    found=f"{DOMAIN} is imported in version {entry.version}",
-                    expected=f"version {VERSION}",
-                )
     yield from collapsed(_forms(subject))
     used = {n.op_type for _, n in subject.nodes() if normal_domain(n.domain) == DOMAIN and own_operator(n)}
     lacking = sorted(op for op in used if (DOMAIN, op) not in subject.functions)
@@ -175,8 +160,9 @@ def _check_meaning(
     passed_on = {a.name for a in node.attribute if a.ref_attr_name}  # known where the function is called
     settled = replace(spec, attributes=tuple(a for a in spec.attributes if a.name not in passed_on))
     try:
-        settled.check_attributes(given)
-        if not passed_on:
+        if passed_on:
+            settled.check_attributes(given)
+        else:  # in the contract's order
             infos = [types.get(name, TensorInfo("", None)) if name else None for name in node.input]
             spec.check(infos, given)
     except LimitError:

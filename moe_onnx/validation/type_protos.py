@@ -20,7 +20,7 @@ def types_in(scope: Scope) -> dict[str, TypeProto]:
         if value.type.WhichOneof("value"):
             types[value.name] = _without_negative(value.type)
     for name, tensor in scope.initializers.items():
-        types[name] = helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
+        types[name] = _without_negative(helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims)))
     return types
 
 
