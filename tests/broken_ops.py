@@ -273,7 +273,11 @@ MUTATIONS: list[Mutation] = [
     Mutation("MO302", "ascend moe operator without domain", ascend, operator("init", domain="")),
     Mutation("MO302", "ascend moe operator in ai.onnx", ascend, operator("init", domain="ai.onnx")),
     Mutation(
-        "MO302", "ascend moe operator in com.microsoft", ascend, operator("init", domain="com.microsoft")
+        "MO302",
+        "ascend moe operator in com.microsoft",
+        ascend,
+        operator("init", domain="com.microsoft"),
+        also=("MO422",),
     ),
     Mutation("MO302", "misspelt domain", ascend, operator("init", domain="ascend_moe")),
     Mutation("MO302", "domain in capitals", ascend, operator("init", domain="Ascend.MoE")),
@@ -436,7 +440,11 @@ MUTATIONS: list[Mutation] = [
     Mutation("MO324", "input of an element type that does not exist", plain, _elem(99)),
     # MO341-MO349: functions
     Mutation(
-        "MO341", "another body under an operator's name", ascend, function(lambda f: f.node.pop() and None)
+        "MO341",
+        "another body under an operator's name",
+        ascend,
+        function(lambda f: f.node.pop() and None),
+        also=("MO205",),
     ),
     Mutation(
         "MO341",
@@ -444,7 +452,9 @@ MUTATIONS: list[Mutation] = [
         ascend,
         function(lambda f: setattr(next(a for n in f.node for a in n.attribute if a.name == "end"), "i", 2)),
     ),
-    Mutation("MO341", "body without nodes", ascend, function(lambda f: f.ClearField("node"))),
+    Mutation(
+        "MO341", "body without nodes", ascend, function(lambda f: f.ClearField("node")), also=("MO205",)
+    ),
     Mutation(
         "MO342",
         "function called Softmax",

@@ -201,7 +201,9 @@ class Walk:
 def whole_model_problem(subject: Subject) -> Problem | None:
     """What onnx's strict inference finds with the sizes that nodes compute, which a node alone shows not."""
     graph = subject.model.graph
-    if any(has_negative(value.type) for value in (*graph.input, *graph.value_info, *graph.output)):
+    sizes_known = all(dim >= 0 for tensor in graph.initializer for dim in tensor.dims)
+    values = (*graph.input, *graph.value_info, *graph.output)
+    if not sizes_known or any(has_negative(value.type) for value in values):
         return None  # onnx takes -1 for a size, everybody else for an unknown one
     try:
         onnx.shape_inference.infer_shapes(subject.inferred[0], strict_mode=True, data_prop=True)
@@ -209,12 +211,12 @@ def whole_model_problem(subject: Subject) -> Problem | None:
         message = str(error)
         # An error in the function that defines an operator of ONNX is an affair of onnx.
         first = next((line for line in message.splitlines() if "op_type" in line), message)
+        if any(name in first for name in BY_NAME):
+            return None  # own_ops has looked at it; what is left are limits, which documents has
         if message.count("Inference error(s)") > 1 or _UNTYPED.search(first) or _NOT_IMPORTED in message:
             return None
         said = re.search(r"\(op_type:(\w+)(?:, node name: (.*?))?\):", first)
         where = "the model"
-        if said and said[1] in BY_NAME:
-            return None  # own_ops has looked at it; what is left are limits, which documents has
         if said:
             where = f"node {said[2]!r} ({said[1]})" if said[2] else f"a node {said[1]}"
         kind = "node"
