@@ -25,6 +25,7 @@ FAMILIES: tuple[str, ...] = (
     "broken_versions",
     "broken_structure",
     "broken_tensors",
+    "broken_ops",
     "broken_hazards",
     "broken_documents",
     "broken_indices",
