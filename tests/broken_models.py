@@ -19,7 +19,7 @@ import onnx
 import moe_onnx
 from moe_onnx.build.training_graph import TrainingGraph
 
-FAMILIES: tuple[str, ...] = ("broken_documents", "broken_indices", "broken_targets")
+FAMILIES: tuple[str, ...] = ("broken_ops", "broken_documents", "broken_indices", "broken_targets")
 
 
 @dataclass(frozen=True)

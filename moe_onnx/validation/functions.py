@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from onnx import AttributeProto, FunctionProto, NodeProto
+from onnx import FunctionProto
 
-from moe_onnx.adapters.function_body import OLDEST_OPSET, function_body
 from moe_onnx.operators import BY_NAME
 from moe_onnx.rewrite.legalize import BODY_DOMAIN
 from moe_onnx.spec import DOMAIN
 from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome
 from moe_onnx.validation.known_ops import malformed, shape_of_node
+from moe_onnx.validation.own_bodies import own_bodies
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.signatures import Known, runtime_schemas
 from moe_onnx.validation.subject import Subject, normal_domain, operator_name, subgraphs
@@ -99,7 +99,7 @@ def names(subject: Subject) -> Iterator[Outcome]:
             yield DOUBLE(where, found="the model has another function of this domain, name and overload")
         seen.add(key)
         if function.name in BY_NAME and domain in (DOMAIN, BODY_DOMAIN):
-            if not is_own_body(function):
+            if id(function) not in own_bodies(subject):
                 yield FOREIGN_BODY(where, found="its nodes are not those of this package's body")
             continue
         signature = known.signature(domain, function.name, None)
@@ -159,35 +159,6 @@ def attributes(subject: Subject) -> Iterator[Outcome]:
                     if function is None
                     else f"an attribute of the function: {legal}",
                 )
-
-
-def is_own_body(function: FunctionProto) -> bool:
-    """Whether a function is this package's body of an operator, names of nodes and remarks aside."""
-    opset = next((e.version for e in function.opset_import if not normal_domain(e.domain)), 0)
-    if function.name not in BY_NAME or not OLDEST_OPSET <= opset < 2**30:
-        return False
-    body = function_body(function.name, opset)
-    return _skeleton(function) == _skeleton(body)
-
-
-def _skeleton(function: FunctionProto) -> FunctionProto:
-    bare = FunctionProto()
-    for field in ("input", "output", "attribute", "attribute_proto", "node"):
-        getattr(bare, field).extend(getattr(function, field))
-    _strip(bare.node)
-    return bare
-
-
-def _strip(nodes: Iterable[NodeProto]) -> None:
-    for node in nodes:
-        for field in ("name", "doc_string", "metadata_props"):
-            node.ClearField(field)
-        for attribute in node.attribute:
-            attribute.ClearField("doc_string")
-            if attribute.type == AttributeProto.GRAPH:
-                for field in ("name", "doc_string", "value_info", "metadata_props"):
-                    attribute.g.ClearField(field)
-                _strip(attribute.g.node)
 
 
 def _said(function: FunctionProto) -> str:

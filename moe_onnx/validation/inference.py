@@ -16,7 +16,8 @@ from moe_onnx.adapters.schema import elem_name
 from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome, Skipped
 from moe_onnx.validation.function_calls import Calls
-from moe_onnx.validation.node_types import Problem, Walk
+from moe_onnx.validation.known_ops import malformed
+from moe_onnx.validation.node_types import Problem, Walk, whole_model_problem
 from moe_onnx.validation.own_ops import check_node
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
@@ -72,6 +73,8 @@ def types(subject: Subject) -> Iterator[Outcome]:
             if inner.is_own(node):
                 found += [_inside(f, label) for f in check_node(scope, node, called.types(scope), called)]
         calls.follow(called, inner, label)
+    if not found and not malformed(subject) and (whole := whole_model_problem(subject)) is not None:
+        found.append(_finding(whole))
     yield from collapsed(dict.fromkeys(found))
     if walk.stopped:
         yield Skipped(f"onnx's inference over the whole model stopped: {walk.stopped[:200]}")

@@ -12,6 +12,7 @@ from moe_onnx.rewrite.legalize import BODY_DOMAIN
 from moe_onnx.spec import DOMAIN
 from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome
+from moe_onnx.validation.own_bodies import in_own_body
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.signatures import (
     EXTENSIONS,
@@ -176,8 +177,8 @@ def _all_nodes(subject: Subject) -> Iterator[Finding]:
     known, wrong = Known.of(subject), malformed(subject)
     overloads = {(normal_domain(f.domain), f.name, f.overload) for f in subject.model.functions}
     for scope, node in subject.nodes():
-        if own_operator(node):
-            continue  # see own_ops
+        if own_operator(node) or in_own_body(subject, scope):
+            continue  # the first are looked at in own_ops
         domain = normal_domain(node.domain)
         signature = known.signature(domain, node.op_type, scope.opsets.get(domain))
         function = subject.functions.get((domain, node.op_type))
@@ -245,7 +246,11 @@ def _unknown(scope: Scope, node: NodeProto, subject: Subject, known: Known) -> F
         return WRONG_DOMAIN(where, found=spelled, expected=f"'{op}' of domain '{close_domain}'")
     if domain in EXTENSIONS:
         return UNKNOWN_OPERATOR(where, found=f"{spelled} of the installed onnxruntime-extensions")
-    return UNKNOWN_DOMAIN(where, found=f"nothing that is known has operator '{operator_name(node)}'")
+    return UNKNOWN_DOMAIN(
+        where,
+        found=f"nothing that is known has operator '{operator_name(node)}'",
+        expected=f"'{op}' of {_name(homes[0])}, if that is meant" if homes else "",
+    )
 
 
 def _name(domain: str) -> str:

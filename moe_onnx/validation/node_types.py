@@ -12,7 +12,7 @@ import onnx.defs
 import onnx.shape_inference
 from onnx import GraphProto, NodeProto, TensorProto, TypeProto, helper
 
-from moe_onnx.adapters.schema import elem_name
+from moe_onnx.adapters.schema import elem_name, inference_goes_on
 from moe_onnx.spec import Dim, show
 from moe_onnx.validation.known_ops import malformed, own_operator
 from moe_onnx.validation.signatures import clamp
@@ -20,9 +20,10 @@ from moe_onnx.validation.subject import Scope, Subject, normal_domain, operator_
 
 _SMALL = 1024  # elements of a constant that inference may read
 _NOISE = re.compile(r"\[(Shape|Type)InferenceError\]\s*|\(op_type:\w+[^)]*\):\s*|Inference error\(s\):\s*")
-# onnx does not infer the outputs of subgraphs that say nothing of their types, and then complains.
-_UNTYPED = re.compile("declared=0|outputs should all be tensors")
-_FROM_INSIDE = "Graph attribute inferencing failed"
+# What onnx says where types are not known: of inputs, and of outputs of subgraphs, which it does not infer.
+_UNTYPED = re.compile(
+    "declared=0|outputs should all be tensors|have type but instead is null|of input .* unknown"
+)
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,11 @@ class Walk:
                     made = helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
                     yield from self._compare(scope, name, declared[name], made, "the tensor is")
             for node in scope.nodes:
+                if id(node) in malformed(self.subject):
+                    hurt.add(id(scope.graph))
+                has_graphs = next(subgraphs(node), None) is not None
                 for problem in self._node(scope, node, declared):
-                    if _FROM_INSIDE in problem.found:
+                    if has_graphs and problem.kind == "node":
                         late.append((node, problem))
                     else:
                         hurt.add(id(scope.graph))
@@ -90,6 +94,11 @@ class Walk:
             seen = seen.outer
         return None
 
+    def has_schema(self, scope: Scope, node: NodeProto) -> bool:
+        """Whether onnx has the operator of a node, which then counts, and not a function."""
+        domain = normal_domain(node.domain)
+        return self._schema(domain, node.op_type, clamp(scope.opsets.get(domain))) is not None
+
     def is_own(self, node: NodeProto) -> bool:
         """Whether a node is of an operator of this package."""
         return bool(own_operator(node))
@@ -97,8 +106,11 @@ class Walk:
     def _node(self, scope: Scope, node: NodeProto, declared: dict[str, TypeProto]) -> Iterator[Problem]:
         domain = normal_domain(node.domain)
         schema = self._schema(domain, node.op_type, clamp(scope.opsets.get(domain)))
-        if schema is None or id(node) in malformed(self.subject):
-            if schema is None and (domain, node.op_type) not in self.subject.functions:
+        if id(node) in malformed(self.subject):
+            self._forget(scope, node, declared)
+            return
+        if schema is None:
+            if (domain, node.op_type) not in self.subject.functions:
                 self.blind.add(operator_name(node))
             return
         given: dict[str, TypeProto] = {}
@@ -115,11 +127,12 @@ class Walk:
                 ir_version=self.subject.model.ir_version,
             )
         except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
-            untyped = _UNTYPED.search(str(error)) and _has_untyped_outputs(node)
+            untyped = _UNTYPED.search(str(error)) and _is_untyped(node, given)
             if not untyped and not own_operator(node):  # whose findings are of own_ops
                 said = _inputs(node, given)
                 found = _plain(str(error)) + (f"; {said}" if said else "")
                 yield Problem("node", scope.place(node), found)
+            self._forget(scope, node, declared)
             return
         except (RuntimeError, ValueError, TypeError, KeyError, IndexError):
             return  # onnx's own difficulties: constants that it cannot read, attributes that it cannot infer
@@ -128,6 +141,11 @@ class Walk:
                 yield from self._compare(scope, name, declared[name], made, f"{scope.place(node)} gives")
             known = self._lenient[id(scope)].get(name)
             self._strict[id(scope)][name] = made if known is None else _merged(made, known)
+
+    def _forget(self, scope: Scope, node: NodeProto, declared: dict[str, TypeProto]) -> None:
+        """Of what a wrong node gives nothing counts but what is declared: its readers are not to blame."""
+        for name in node.output:
+            self._strict[id(scope)][name] = declared.get(name, TypeProto())
 
     def _compare(
         self, scope: Scope, name: str, declared: TypeProto, made: TypeProto, giver: str
@@ -163,6 +181,32 @@ class Walk:
         return self._schemas[key]
 
 
+def whole_model_problem(subject: Subject) -> Problem | None:
+    """What onnx's strict inference finds with the sizes that nodes compute, which a node alone shows not."""
+    try:
+        with inference_goes_on():  # past nodes of this package, whose findings are of own_ops
+            onnx.shape_inference.infer_shapes(subject.inferred[0], strict_mode=True, data_prop=True)
+    except onnx.shape_inference.InferenceError as error:
+        message = str(error)
+        # An error in the function that defines an operator of ONNX is an affair of onnx.
+        if message.count("Inference error(s)") > 1 or _UNTYPED.search(message):
+            return None
+        first = next((line for line in message.splitlines() if "op_type" in line), message)
+        said = re.search(r"\(op_type:(\w+)(?:, node name: (.*?))?\):", first)
+        where = "the model"
+        if said:
+            where = f"node {said[2]!r} ({said[1]})" if said[2] else f"a node {said[1]}"
+        kind = "node"
+        if "existing shape differ" in first:
+            kind = "shape"
+        elif "differs from existing" in first:
+            kind = "dtype"
+        return Problem(kind, where, _plain(first))
+    except (onnx.checker.ValidationError, RuntimeError, ValueError, TypeError):
+        pass  # as in the lenient run, which has said so
+    return None
+
+
 def _types_in(scope: Scope) -> dict[str, TypeProto]:
     types = _declared_in(scope)
     for value in () if scope.graph is None else scope.graph.input:
@@ -186,11 +230,13 @@ def _graphs_inside(node: NodeProto) -> Iterator[GraphProto]:
         stack += [inner for each in graph.node for _, inner in subgraphs(each)]
 
 
-def _has_untyped_outputs(node: NodeProto) -> bool:
-    types = [value.type for _, graph in subgraphs(node) for value in graph.output]
+def _is_untyped(node: NodeProto, given: dict[str, TypeProto]) -> bool:
+    """Whether an input, or an output of a subgraph, is of no known type."""
+    outputs = [value.type for _, graph in subgraphs(node) for value in graph.output]
+    inputs = [given[name] for name in node.input if name]
     return any(
         not t.WhichOneof("value") or (t.HasField("tensor_type") and not t.tensor_type.elem_type)
-        for t in types
+        for t in (*outputs, *inputs)
     )
 
 

@@ -18,7 +18,6 @@ from moe_onnx.errors import (
     MoeOnnxError,
 )
 from moe_onnx.operators import BY_NAME
-from moe_onnx.rewrite.legalize import BODY_DOMAIN
 from moe_onnx.spec import DOMAIN, VERSION, Arg, OpSpec, TensorInfo
 from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome
@@ -33,6 +32,7 @@ from moe_onnx.validation.known_ops import (
     own_operator,
     shape_of_node,
 )
+from moe_onnx.validation.own_bodies import in_own_body
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.signatures import Known
 from moe_onnx.validation.subject import Scope, Subject, normal_domain
@@ -118,7 +118,7 @@ def nodes(subject: Subject) -> Iterator[Outcome]:
     """Each ascend.moe node has the inputs, attributes, dtypes and shapes that its operator demands."""
     found = []
     for scope, node in subject.nodes():
-        if own_operator(node) and not _is_own_body(scope):
+        if own_operator(node) and not in_own_body(subject, scope):
             found += check_node(scope, node, subject.types(scope), subject)
     yield from collapsed(found)
 
@@ -186,7 +186,9 @@ def _check_meaning(
     except MoeOnnxError as error:
         kinds = {AttributeValueError: VALUE, MissingInputError: COMPANION, DtypeError: DTYPE}
         kind = kinds.get(type(error), SHAPE)
-        yield kind(where, found=str(error).rstrip("."), aclnn=error.aclnn_status)
+        said, _, advice = str(error).removeprefix(f"{spec.name}: ").partition(". ")
+        mend = {COMPANION: advice, SHAPE: f"{advice} {SHAPE.mend}".strip()}.get(kind, "")
+        yield kind(where, found=said.rstrip("."), mend=mend, aclnn=error.aclnn_status)
 
 
 def _forms(subject: Subject) -> Iterator[Finding]:
@@ -210,8 +212,3 @@ def _forms(subject: Subject) -> Iterator[Finding]:
 
 def _pairs(args: Sequence[Arg], given: Sequence[str]) -> Iterator[tuple[Arg, str]]:
     yield from zip(args, [*given, *[""] * (len(args) - len(given))], strict=False)
-
-
-def _is_own_body(scope: Scope) -> bool:
-    function = scope.function
-    return function is not None and function.domain in (DOMAIN, BODY_DOMAIN) and function.name in BY_NAME

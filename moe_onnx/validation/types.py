@@ -14,18 +14,16 @@ _SMALL = 1024  # elements; what inference may want to read: sizes, axes
 
 
 def infer_types(model: ModelProto) -> tuple[ModelProto, str]:
-    """A light copy with all types and shapes that onnx can tell, and what inference stopped at, or ``""``."""
-    light, stopped = light_copy(model), ""
-    try:
-        return onnx.shape_inference.infer_shapes(light, data_prop=True), ""
-    except Exception as error:  # RuntimeError, TypeError, ValueError and classes of onnx's own
-        stopped = str(error)
-    # A node that an operator of this package refuses need not cost the others their types.
+    """A light copy with all types and shapes that onnx can tell, and what inference stopped at, or ``""``.
+
+    It goes on past a node that an operator of this package refuses: the others have types all the same.
+    """
+    light = light_copy(model)
     try:
         with inference_goes_on():
-            return onnx.shape_inference.infer_shapes(light, data_prop=True), stopped
-    except Exception:
-        return light, stopped
+            return onnx.shape_inference.infer_shapes(light, data_prop=True), ""
+    except Exception as error:  # RuntimeError, TypeError, ValueError and classes of onnx's own
+        return light, str(error)
 
 
 def light_copy(model: ModelProto) -> ModelProto:
