@@ -14,6 +14,7 @@ MODULES: tuple[str, ...] = (
     "routing_maps",
     "modes",
     "target_support",
+    "target_sizes",
     "ub",
 )
 
