@@ -5,10 +5,21 @@ from __future__ import annotations
 from importlib import import_module
 
 MODULES: tuple[str, ...] = (
+    # The file
+    "external",
+    "versions",
+    "structure",
+    "unused",
+    "tensors",
+    # Operators, types, functions
     "known_ops",
     "own_ops",
     "functions",
     "inference",
+    # What is legal, and wrong or dear all the same
+    "hazards",
+    "kernels",
+    # The source documents, and devices
     "documents",
     "index_values",
     "routing_maps",
@@ -16,6 +27,11 @@ MODULES: tuple[str, ...] = (
     "target_support",
     "target_sizes",
     "ub",
+    # Training graphs
+    # What exporters lose
+    "foreign",
+    # Level "run"
+    # Level "full"
 )
 
 
