@@ -12,7 +12,7 @@ import onnx.defs
 import onnx.shape_inference
 from onnx import NodeProto, TypeProto, helper
 
-from moe_onnx.adapters.schema import elem_name
+from moe_onnx.adapters.schema import elem_name, inference_goes_on
 from moe_onnx.operators import BY_NAME
 from moe_onnx.spec import show
 from moe_onnx.validation.known_ops import malformed, own_operator
@@ -207,7 +207,8 @@ def whole_model_problem(subject: Subject) -> Problem | None:
     if not sizes_known or any(has_negative(value.type) for value in values):
         return None  # onnx takes -1 for a size, everybody else for an unknown one
     try:
-        onnx.shape_inference.infer_shapes(subject.inferred[0], strict_mode=True, data_prop=True)
+        with inference_goes_on():  # past nodes of this package, whose findings are of own_ops
+            onnx.shape_inference.infer_shapes(subject.inferred[0], strict_mode=True, data_prop=True)
     except onnx.shape_inference.InferenceError as error:
         message = str(error)
         # An error in the function that defines an operator of ONNX is an affair of onnx.

@@ -24,16 +24,12 @@ def infer_types(model: ModelProto) -> tuple[ModelProto, str]:
     if stopped:
         return light, stopped
     _blunt(light)
-    try:
-        return onnx.shape_inference.infer_shapes(light, data_prop=True), ""
-    except Exception as error:  # RuntimeError, TypeError, ValueError and classes of onnx's own
-        stopped = str(error)
     # A node that an operator of this package refuses need not cost the others their types.
     try:
         with inference_goes_on():
-            return onnx.shape_inference.infer_shapes(light, data_prop=True), stopped
-    except Exception:
-        return light, stopped
+            return onnx.shape_inference.infer_shapes(light, data_prop=True), ""
+    except Exception as error:  # RuntimeError, TypeError, ValueError and classes of onnx's own
+        return light, str(error)
 
 
 def _endless(model: ModelProto) -> str:
