@@ -18,7 +18,7 @@ _MOST_NODES = 5_000_000  # that inference is left alone with
 def infer_types(model: ModelProto) -> tuple[ModelProto, str]:
     """A light copy with all types and shapes that onnx can tell, and what inference stopped at, or ``""``."""
     try:
-        light, stopped = light_copy(model), _endless(model)
+        light, stopped = light_copy(model), endless(model)
     except RecursionError:  # only models that were made in memory; no reader takes such a file
         return model, "subgraphs are nested too deeply"
     if stopped:
@@ -35,7 +35,7 @@ def infer_types(model: ModelProto) -> tuple[ModelProto, str]:
         return light, stopped
 
 
-def _endless(model: ModelProto) -> str:
+def endless(model: ModelProto) -> str:
     """Why inference would not come to an end, or ``""``.
 
     Inference walks through a function's body at each call: without end where a function calls itself (onnx
