@@ -197,3 +197,11 @@ def test_inference_of_functions_without_end_is_not_begun() -> None:
     assert "calls itself" in infer_types(model)[1]
     assert not infer_types(function_model())[1]
     assert node(function_model(), "call").domain == "local"
+
+
+def test_data_is_not_propagated_through_functions_of_vectors_of_gigabytes() -> None:
+    """onnx would hold every element as a size."""
+    model = function_model()
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 2**31 - 1
+    assert not moe_onnx.validate(model).findings
