@@ -26,9 +26,12 @@ FAMILIES: tuple[str, ...] = (
     "broken_structure",
     "broken_tensors",
     "broken_ops",
+    "broken_hazards",
     "broken_documents",
     "broken_indices",
     "broken_targets",
+    "broken_training",
+    "broken_foreign",
 )
 
 

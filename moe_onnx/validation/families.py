@@ -18,7 +18,9 @@ MODULES: tuple[str, ...] = (
     "inference",
     # What is legal, and wrong or dear all the same
     "hazards",
+    "pads",
     "kernels",
+    "costs",
     # The source documents, and devices
     "documents",
     "index_values",
@@ -27,8 +29,19 @@ MODULES: tuple[str, ...] = (
     "target_support",
     "ub",
     # Training graphs
+    "training",
+    "training_interface",
+    "training_manifest",
+    "training_companions",
+    "training_reach",
+    "training_gradients",
+    "training_updates",
+    "training_experts",
+    "training_operators",
+    "training_folder",
     # What exporters lose
     "foreign",
+    "expert_use",
     # Level "run"
     # Level "full"
 )

@@ -30,6 +30,7 @@ from moe_onnx.validation.type_protos import (
     sizes,
     types_in,
 )
+from moe_onnx.validation.types import ends_inference
 
 _NOISE = re.compile(r"\[(Shape|Type)InferenceError\]\s*|\(op_type:\w+[^)]*\):\s*|Inference error\(s\):\s*")
 # What onnx says where types are not known: of inputs, and of outputs of subgraphs, which it does not infer.
@@ -122,7 +123,7 @@ class Walk:
     def _node(self, scope: Scope, node: NodeProto, declared: dict[str, TypeProto]) -> Iterator[Problem]:
         domain = normal_domain(node.domain)
         schema = self._schema(domain, node.op_type, clamp(scope.opsets.get(domain)))
-        if id(node) in malformed(self.subject):
+        if id(node) in malformed(self.subject) or ends_inference(node):
             self._forget(scope, node, declared)
             return
         if schema is None:

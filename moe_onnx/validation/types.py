@@ -23,6 +23,7 @@ def infer_types(model: ModelProto) -> tuple[ModelProto, str]:
         return model, "subgraphs are nested too deeply"
     if stopped:
         return light, stopped
+    _blunt(light)
     try:
         return onnx.shape_inference.infer_shapes(light, data_prop=True), ""
     except Exception as error:  # RuntimeError, TypeError, ValueError and classes of onnx's own
@@ -63,12 +64,36 @@ def _endless(model: ModelProto) -> str:
     return ""
 
 
+def ends_inference(node: NodeProto) -> bool:
+    """Whether inference of a node's types ends the process, or takes memory without end.
+
+    onnx 1.23.2 checks no bounds where a Split has more outputs than its ``num_outputs``: it aborts.
+    """
+    if node.op_type != "Split" or node.domain not in ("", "ai.onnx"):
+        return False
+    given = [attribute.i for attribute in node.attribute if attribute.name == "num_outputs"]
+    return any(count > 0 and count != len(node.output) for count in given)
+
+
+def _blunt(model: ModelProto) -> None:
+    """Take from a copy what inference does not survive; a check says what is wrong with it."""
+    for node in _nodes([*model.graph.node, *(node for f in model.functions for node in f.node)]):
+        if ends_inference(node):
+            for attribute in [one for one in node.attribute if one.name == "num_outputs"]:
+                node.attribute.remove(attribute)
+
+
 def _calls(nodes: Iterable[NodeProto]) -> Iterator[tuple[str, str]]:
     """What nodes call, those in their subgraphs too."""
+    for node in _nodes(nodes):
+        yield node.domain, node.op_type
+
+
+def _nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        yield node.domain, node.op_type
+        yield node
         for attribute in node.attribute:
             waiting += attribute.g.node
             for graph in attribute.graphs:

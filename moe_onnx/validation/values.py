@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -16,7 +14,6 @@ from moe_onnx.adapters.function_body import OLDEST_OPSET, function_body
 from moe_onnx.operators import BY_NAME
 from moe_onnx.rewrite.legalize import BODY_DOMAIN
 from moe_onnx.spec import DOMAIN, TensorInfo
-from moe_onnx.validation.findings import Finding, Outcome
 from moe_onnx.validation.subject import Scope, Subject, normal_domain
 
 FAR = 64  # nodes that a walk goes back at most
@@ -172,24 +169,6 @@ def foreign_nodes(subject: Subject) -> Iterator[tuple[Scope, NodeProto]]:
         if not is_own_body(subject, scope):
             for node in scope.nodes:
                 yield scope, node
-
-
-def collapsed(found: Iterable[Outcome], most: int = 3) -> Iterator[Outcome]:
-    """The first findings of each code; the last of them says how many more there are."""
-    last: dict[str, Finding] = {}
-    counts: Counter[str] = Counter()
-    for outcome in found:
-        if not isinstance(outcome, Finding):
-            yield outcome
-            continue
-        counts[outcome.code] += 1
-        if counts[outcome.code] < most:
-            yield outcome
-        elif counts[outcome.code] == most:
-            last[outcome.code] = outcome
-    for name, outcome in last.items():
-        more = counts[name] - most
-        yield replace(outcome, found=f"{outcome.found}; and {more} more like it") if more else outcome
 
 
 def _is_own(function: FunctionProto) -> bool:
