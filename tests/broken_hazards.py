@@ -242,9 +242,9 @@ def in_a_branch(model: onnx.ModelProto) -> None:
 
 
 MUTATIONS = [
-    edited("MO409", "more outputs", HALVES, "a, b =", "a, b, more ="),
-    edited("MO409", "fewer outputs", HALVES, "num_outputs = 2", "num_outputs = 3"),
-    edited("MO409", "huge number", HALVES, "num_outputs = 2", "num_outputs = 1000000000000"),
+    edited("MO409", "more outputs", HALVES, "a, b =", "a, b, more =", also=("MO321",)),
+    edited("MO409", "fewer outputs", HALVES, "num_outputs = 2", "num_outputs = 3", also=("MO321",)),
+    edited("MO409", "huge number", HALVES, "num_outputs = 2", "num_outputs = 1000000000000", also=("MO321",)),
     edited("MO401", "rows are an input", ADD_ROWS, "Unsqueeze (range, last)", "Unsqueeze (rows, last)"),
     edited(
         "MO401",

@@ -106,7 +106,7 @@ MUTATIONS = [
     Mutation("MO222", "a negative dim", plain_model, weight(dims=[-4, 3], raw_data=RAW)),
     Mutation("MO223", "floats in int64_data", plain_model, weight(int64_data=[1] * 12)),
     Mutation("MO223", "data twice", plain_model, weight(raw_data=RAW, float_data=[1] * 12)),
-    Mutation("MO223", "strings as bytes", plain_model, weight(data_type=8, raw_data=RAW)),
+    Mutation("MO223", "strings as bytes", plain_model, weight(data_type=8, raw_data=RAW), also=("MO321",)),
     Mutation("MO224", "more than fits into a file", plain_model, _bias(40), around=small_limit),
     Mutation("MO225", "nearly more than fits into a file", plain_model, _bias(31), around=small_limit),
 ]

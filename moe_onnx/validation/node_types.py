@@ -23,7 +23,6 @@ from moe_onnx.validation.type_protos import (
     declared_in,
     graphs_inside,
     has_negative,
-    is_untyped,
     merged,
     names_inside,
     said_inputs,
@@ -35,7 +34,7 @@ from moe_onnx.validation.types import ends_inference
 _NOISE = re.compile(r"\[(Shape|Type)InferenceError\]\s*|\(op_type:\w+[^)]*\):\s*|Inference error\(s\):\s*")
 # What onnx says where types are not known: of inputs, and of outputs of subgraphs, which it does not infer.
 _UNTYPED = re.compile(
-    "declared=0|outputs should all be tensors|have type but instead is null|of input .* unknown"
+    "[dD]eclared=0|outputs should all be tensors|have type but instead is null|of input .* unknown"
 )
 
 
@@ -144,7 +143,7 @@ class Walk:
                 ir_version=self.subject.model.ir_version,
             )
         except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
-            untyped = _UNTYPED.search(str(error)) and is_untyped(node, given)
+            untyped = _UNTYPED.search(str(error)) is not None
             untyped = untyped or _NOT_IMPORTED in str(error)
             if not untyped and not own_operator(node):  # whose findings are of own_ops
                 said = said_inputs(node, given)

@@ -56,16 +56,6 @@ def graphs_inside(node: NodeProto) -> Iterator[GraphProto]:
         stack += [inner for each in graph.node for _, inner in subgraphs(each)]
 
 
-def is_untyped(node: NodeProto, given: dict[str, TypeProto]) -> bool:
-    """Whether an input, or an output of a subgraph, is of no known type."""
-    outputs = [value.type for _, graph in subgraphs(node) for value in graph.output]
-    inputs = [given[name] for name in node.input if name]
-    return any(
-        not t.WhichOneof("value") or (t.HasField("tensor_type") and not t.tensor_type.elem_type)
-        for t in (*outputs, *inputs)
-    )
-
-
 def names_inside(node: NodeProto) -> Iterator[str]:
     """The names that nodes in the subgraphs of a node read."""
     for graph in graphs_inside(node):
