@@ -46,7 +46,7 @@ AT_THE_LIMIT = code(
 )
 SKIPPED_SLOTS = code(
     "MO539",
-    "warning",
+    "note",
     "The combine leaves out slots, which older kernels cannot",
     why="In the active mode the combine by map is given -1 for slots without a row. The kernels skip -1 "
     "since 2026-06-09 (MoeTokenUnpermuteWithRoutingMap) and 2026-05-18 (its gradient); before, they read "
