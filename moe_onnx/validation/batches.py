@@ -89,6 +89,7 @@ def sizes(subject: Subject) -> Iterator[Outcome]:
         passed += 1
         wrong = wrong or _wrong_shapes(runs, outputs, feeds)
     if failed and (runs.manifest is not None or not passed):
+        runs.fixed = True
         made = NOT_FREE if runs.manifest is not None else MAY_NOT_BE_FREE
         names = [name for name in free if _alone_fails(runs, name, failed[0][0][name])] or list(free)
         last, why = failed[0]
@@ -159,7 +160,7 @@ def _wrong_shapes(runs: Runs, outputs: Outputs, feeds: Feeds) -> list[Finding]:
 
 
 def _depends_on_values(runs: Runs) -> bool:
-    return any(node.op_type in ("NonZero", "Unique", "Compress") for _, node in runs.subject.nodes())
+    return any(node.op_type in ("NonZero", "Unique", "Compress", "Loop") for _, node in runs.subject.nodes())
 
 
 def _said(sizes: Mapping[str, int]) -> str:
@@ -176,7 +177,9 @@ def no_tokens(subject: Subject) -> Iterator[Outcome]:
         return
     cases: dict[str, Feeds] = {}
     base = runs.feeds.sizes
-    if not _fewest(manifest):
+    if runs.fixed:
+        yield Skipped("a batch of 0 tokens, as the graph takes no other sizes")
+    elif not _fewest(manifest):
         for axis in ("batch", "sequence", "tokens"):
             if axis in base and not (axis == "tokens" and "batch" in base):
                 empty = {n: 0 if n in (axis, "tokens") else size for n, size in base.items()}

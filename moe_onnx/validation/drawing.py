@@ -84,7 +84,7 @@ class Drawing:
         """A value for an input, and what it was drawn as; NotKnown where that cannot be."""
         shape, dtype = self.shape(info), _dtype(info)
         if info.name in self.roles:
-            value, how = self.of_training(info.name, shape, dtype)
+            value, how = self.of_training(info.name, shape)
         elif dtype.kind in "iub":
             value, how = self.whole(info.name, shape, dtype)
         elif dtype.name in _FLOATS:
@@ -105,7 +105,7 @@ class Drawing:
             raise NotKnown(f"input {info.name!r} of shape {list(shape)} is too large")
         return shape
 
-    def of_training(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Array, str]:
+    def of_training(self, name: str, shape: tuple[int, ...]) -> tuple[Array, str]:
         """An input that the manifest knows."""
         assert self.manifest is not None
         role, config = self.roles[name].role, self.manifest.config
@@ -129,9 +129,7 @@ class Drawing:
             return self.padded(shape), "1, but 0 at the end of the last row"
         if name == LOAD_BEFORE:
             return self.rng.integers(0, 9, shape), "whole numbers in [0, 9)"
-        return np.abs(self.rng.standard_normal(shape)) if not shape else self.rng.standard_normal(
-            shape
-        ), "normal"
+        return self.rng.standard_normal(shape), "standard normal"
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> tuple[Array, str]:
         """A parameter as training starts with it."""

@@ -39,6 +39,7 @@ class Runs:
         outputs: Of the first route, None where it did not run.
         error: Why it did not run.
         seconds: What the first run of each session took.
+        fixed: Whether it was found that free axes are not free.
     """
 
     subject: Subject
@@ -50,6 +51,7 @@ class Runs:
     outputs: Outputs | None = None
     error: Exception | None = None
     seconds: dict[tuple[str, int], float] = field(default_factory=dict)
+    fixed: bool = False
 
     @property
     def first(self) -> Session:
