@@ -97,11 +97,12 @@ class Drawing:
         """The shape of an input, with the sizes of its free axes."""
         kind = info.type.WhichOneof("value")
         if kind != "tensor_type":
-            raise NotKnown(f"input {info.name!r} is {'of no type' if kind is None else f'a {kind[:-5]}'}")
+            said = "of no type" if kind is None else f"a{'n' if kind[0] in 'aeiou' else ''} {kind[:-5]}"
+            raise NotKnown(f"input {info.name!r} is {said}")
         if not info.type.tensor_type.HasField("shape"):
             raise NotKnown(f"input {info.name!r} has no shape")
         shape = tuple([d if isinstance(d, int) else self.sizes.get(d, SMALL) for d in dims_of(info)])
-        if math.prod(int(size) for size in shape) > 2**31:
+        if math.prod(int(size) for size in shape) * 4 > self.subject.options.max_bytes:
             raise NotKnown(f"input {info.name!r} of shape {list(shape)} is too large")
         return shape
 
@@ -115,9 +116,9 @@ class Drawing:
             # As after some steps: an optimizer without history divides noise by noise.
             if name.endswith("_sq"):
                 return self.rng.uniform(0.5e-4, 1e-4, shape), "uniform in [0.5e-4, 1e-4)"
-            return 0.01 * self.rng.standard_normal(shape), "normal, 0.01"
+            return 0.01 * self.normal(shape), "normal, 0.01"
         if role == "gradient":
-            return 0.01 * self.rng.standard_normal(shape), "normal, 0.01"
+            return 0.01 * self.normal(shape), "normal, 0.01"
         if name == "lr":
             return np.full(shape, 1e-3), "0.001"
         if name == "step":
@@ -129,7 +130,7 @@ class Drawing:
             return self.padded(shape), "1, but 0 at the end of the last row"
         if name == LOAD_BEFORE:
             return self.rng.integers(0, 9, shape), "whole numbers in [0, 9)"
-        return self.rng.standard_normal(shape), "standard normal"
+        return self.normal(shape), "standard normal"
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> tuple[Array, str]:
         """A parameter as training starts with it."""
@@ -139,7 +140,11 @@ class Drawing:
         if kind in ("normal", "ones", "zeros") and isinstance(std, (int, float)):
             first = Parameter(name, shape, str(kind), float(std)).first_value(self.seed)
             return first, f"{kind}, {std}" if kind == "normal" else str(kind)
-        return 0.02 * self.rng.standard_normal(shape), "normal, 0.02"
+        return 0.02 * self.normal(shape), "normal, 0.02"
+
+    def normal(self, shape: tuple[int, ...]) -> Array:
+        """Standard normal, in no more memory than float32 takes."""
+        return np.asarray(self.rng.standard_normal(shape, np.float32))
 
     def padded(self, shape: tuple[int, ...]) -> Array:
         """A mask with one row that ends early, if rows are long enough."""
@@ -156,7 +161,7 @@ class Drawing:
                 low, high = _DOMAINS[use.op, use.index]
                 how = f"uniform in [{low}, {high}), for {use.scope.place(use.node)}"
                 return self.rng.uniform(low, high, shape), how
-        return self.rng.standard_normal(shape), "standard normal"
+        return self.normal(shape), "standard normal"
 
     def whole(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Array, str]:
         """Integers and booleans: by what they are used for."""
