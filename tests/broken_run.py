@@ -29,7 +29,7 @@ def dense_graph() -> TrainingGraph:
         mlp_only_layers=(0,),
         tie_word_embeddings=True,
     )
-    return moe_onnx.build_training_graph(config, assembly="grad+apply+eval", optimizer=moe_onnx.SGD())
+    return moe_onnx.build_training_graph(config, assembly="step+apply+eval", optimizer=moe_onnx.AdamW())
 
 
 def eval_model() -> onnx.ModelProto:

@@ -141,7 +141,7 @@ def said(error: Exception) -> str:
     text = (str(error).strip() or type(error).__name__).split("\n")[0]
     parts = text.split(" : ", 3)
     text = parts[3] if len(parts) == 4 and parts[0] == "[ONNXRuntimeError]" else text
-    return (text[:397] + "..." if len(text) > 400 else text).rstrip(". ")
+    return text[:397] + "..." if len(text) > 400 else text.rstrip(". ")
 
 
 def first_place(runs: Runs, outputs: list[str], bad: Bad) -> str:
