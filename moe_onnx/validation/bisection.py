@@ -15,13 +15,16 @@ _AT_ONCE = 48  # values looked at in one run
 _ROUNDS = 24
 
 
-def first_bad_node(subject: Subject, outputs: Iterable[str], bad: Bad) -> NodeProto | None:
+def first_bad_node(
+    subject: Subject, outputs: Iterable[str], bad: Bad, *, always: bool = True
+) -> NodeProto | None:
     """The first node of the main graph that makes a bad value out of good ones.
 
     Args:
         subject: The model.
         outputs: Values that are bad.
         bad: Runs the model with these values as outputs and tells which of them are bad.
+        always: Whether a bad value is bad in every run.
 
     Returns:
         The node, or None where it could not be found: no value is bad when looked at (what is wrong came
@@ -42,7 +45,7 @@ def first_bad_node(subject: Subject, outputs: Iterable[str], bad: Bad) -> NodePr
             found = bad([*picked, target])
         except ERRORS:
             return None
-        if target not in found:
+        if always and target not in found:
             return None
         good.update(set(picked) - found)
         target = next((name for name in picked if name in found), target)

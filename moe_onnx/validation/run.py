@@ -46,7 +46,7 @@ NOT_PLAIN = code(
     why="The model carries function bodies for its `ascend.moe` operators, as if any ONNX runtime could run "
     "it, but a plain `onnxruntime.InferenceSession` refuses it. Seen where a node leaves out optional inputs "
     "or attributes, which bodies do not know, and where custom operators stand inside functions.",
-    mend="Write the model with moe_onnx.save_model_with_bodies or build it again.",
+    mend="Save what moe_onnx.add_function_bodies makes of it: there inputs and attributes are written out.",
 )
 RUN_FAILS = code(
     "MO804",

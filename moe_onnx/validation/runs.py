@@ -144,12 +144,12 @@ def said(error: Exception) -> str:
     return text[:397] + "..." if len(text) > 400 else text.rstrip(". ")
 
 
-def first_place(runs: Runs, outputs: list[str], bad: Bad) -> str:
+def first_place(runs: Runs, outputs: list[str], bad: Bad, *, always: bool = True) -> str:
     """Where bad outputs begin, as the end of a sentence."""
-    node = first_bad_node(runs.subject, outputs, bad)
+    node = first_bad_node(runs.subject, outputs, bad, always=always)
     if node is None:
         return "where it begins could not be seen from intermediate values"
-    return f"it begins at {runs.subject.main.place(node)}"
+    return f"it {'begins' if always else 'seems to begin'} at {runs.subject.main.place(node)}"
 
 
 def listed(names: list[str]) -> str:
