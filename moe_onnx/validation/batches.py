@@ -142,7 +142,10 @@ def _wrong_shapes(runs: Runs, outputs: Outputs, feeds: Feeds) -> list[Finding]:
         if info.name not in outputs or not info.type.tensor_type.HasField("shape"):
             continue
         dims = info.type.tensor_type.shape.dim
-        declared: list[int | str] = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in dims]
+        fixed = [d.HasField("dim_value") and d.dim_value >= 0 for d in dims]
+        declared: list[int | str] = [
+            d.dim_value if is_fixed else d.dim_param for d, is_fixed in zip(dims, fixed, strict=True)
+        ]
         sizes = [feeds.sizes.get(d, -1) if isinstance(d, str) and d in known else d for d in declared]
         actual = outputs[info.name].shape
         fits = len(sizes) == len(actual) and all(
@@ -218,9 +221,10 @@ def equal_tokens(subject: Subject) -> Iterator[Outcome]:
         )
         return
     value = runs.feeds.values[given]
-    alike = {
-        given: np.broadcast_to(value.reshape(-1)[:1] if given == "input_ids" else value[:1], value.shape)
-    }
+    if value.ndim != 2 or not value.size:
+        yield Skipped(f"input {given!r} is of another shape than a batch")
+        return
+    alike = {given: np.broadcast_to(value[:1, :1] if given == "input_ids" else value[:1], value.shape)}
     if "attention_mask" in runs.feeds.values:
         alike["attention_mask"] = np.ones_like(runs.feeds.values["attention_mask"])
     if "router_noise" in runs.feeds.values:
@@ -251,7 +255,7 @@ def _gradients_of_idle_experts(manifest: Manifest, outputs: Outputs) -> Iterator
     for load, (layer, gradients) in zip(loads, stacked.items(), strict=True):
         for name in gradients:
             gradient = outputs.get(name)
-            if gradient is None or len(gradient) != len(load):
+            if gradient is None or gradient.shape[:1] != load.shape:
                 continue
             whose = layer.rstrip(".") or "the layer"
             idle = [e for e in range(len(load)) if not load[e] and np.any(gradient[e])]

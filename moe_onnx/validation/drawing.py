@@ -124,7 +124,7 @@ class Drawing:
         if name == "step":
             return np.full(shape, 3), "3"
         vocab = config.get("vocab_size", 2)
-        if name in ("input_ids", "labels") and isinstance(vocab, int) and vocab > 0:
+        if name in ("input_ids", "labels") and isinstance(vocab, int) and 0 < vocab < 2**31:
             return self.rng.integers(0, vocab, shape), f"ids in [0, {vocab})"
         if name == "attention_mask":
             return self.padded(shape), "1, but 0 at the end of the last row"
@@ -137,7 +137,7 @@ class Drawing:
         assert self.manifest is not None
         init = next((p.init for p in self.manifest.parameters if p.name == name), {})
         kind, std = init.get("kind"), init.get("std", 0.0)
-        if kind in ("normal", "ones", "zeros") and isinstance(std, (int, float)):
+        if kind in ("normal", "ones", "zeros") and isinstance(std, (int, float)) and abs(std) < 1e6:
             first = Parameter(name, shape, str(kind), float(std)).first_value(self.seed)
             return first, f"{kind}, {std}" if kind == "normal" else str(kind)
         return 0.02 * self.normal(shape), "normal, 0.02"

@@ -93,7 +93,7 @@ def manifest_of(subject: Subject) -> Manifest | None:
         text = next((p.value for p in subject.model.metadata_props if p.key == METADATA_KEY), "")
         try:
             subject.shared["manifest"] = Manifest.from_json(text) if text else None
-        except (MoeOnnxError, ValueError, TypeError):
+        except (MoeOnnxError, ValueError, TypeError, RecursionError):
             subject.shared["manifest"] = None
     found = subject.shared["manifest"]
     return found if isinstance(found, Manifest) else None
