@@ -4,7 +4,38 @@ from __future__ import annotations
 
 from importlib import import_module
 
-MODULES: tuple[str, ...] = ("run", "comparisons", "batches", "cost")
+MODULES: tuple[str, ...] = (
+    # The file
+    "external",
+    "versions",
+    "structure",
+    "unused",
+    "tensors",
+    # Operators, types, functions
+    "known_ops",
+    "own_ops",
+    "functions",
+    "inference",
+    # What is legal, and wrong or dear all the same
+    "hazards",
+    "kernels",
+    # The source documents, and devices
+    "documents",
+    "index_values",
+    "routing_maps",
+    "modes",
+    "target_support",
+    "ub",
+    # Training graphs
+    # What exporters lose
+    "foreign",
+    # Level "run"
+    "run",
+    "comparisons",
+    "batches",
+    "cost",
+    # Level "full"
+)
 
 
 def load() -> None:

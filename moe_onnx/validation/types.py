@@ -2,22 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import onnx
 import onnx.shape_inference
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
+from moe_onnx.adapters.schema import inference_goes_on
+
 _SMALL = 1024  # elements; what inference may want to read: sizes, axes
+_MOST_NODES = 5_000_000  # that inference is left alone with
 
 
 def infer_types(model: ModelProto) -> tuple[ModelProto, str]:
     """A light copy with all types and shapes that onnx can tell, and what inference stopped at, or ``""``."""
-    light = light_copy(model)
+    try:
+        light, stopped = light_copy(model), _endless(model)
+    except RecursionError:  # only models that were made in memory; no reader takes such a file
+        return model, "subgraphs are nested too deeply"
+    if stopped:
+        return light, stopped
     try:
         return onnx.shape_inference.infer_shapes(light, data_prop=True), ""
     except Exception as error:  # RuntimeError, TypeError, ValueError and classes of onnx's own
-        return light, str(error)
+        stopped = str(error)
+    # A node that an operator of this package refuses need not cost the others their types.
+    try:
+        with inference_goes_on():
+            return onnx.shape_inference.infer_shapes(light, data_prop=True), stopped
+    except Exception:
+        return light, stopped
+
+
+def _endless(model: ModelProto) -> str:
+    """Why inference would not come to an end, or ``""``.
+
+    Inference walks through a function's body at each call: without end where a function calls itself (onnx
+    1.19 ends the process by that), and for hours where each of forty functions calls the next one twice.
+    """
+    bodies = {(f.domain, f.name): list(_calls(f.node)) for f in model.functions}
+    sizes: dict[tuple[str, str], int] = {}
+    for start in bodies:
+        path = [(start, iter(bodies[start]))] if start not in sizes else []
+        above = {start}
+        while path:
+            name, calls = path[-1]
+            inner = next((call for call in calls if call in bodies and call not in sizes), None)
+            if inner is None:
+                sizes[name] = min(sum(1 + sizes.get(call, 0) for call in bodies[name]), _MOST_NODES)
+                path.pop()
+                above.discard(name)
+            elif inner in above:
+                return f"function '{inner[0]}.{inner[1]}' calls itself"
+            else:
+                path.append((inner, iter(bodies[inner])))
+                above.add(inner)
+    if sum(1 + sizes.get(call, 0) for call in _calls(model.graph.node)) > _MOST_NODES:
+        return f"with its functions' bodies the model has more than {_MOST_NODES} nodes"
+    return ""
+
+
+def _calls(nodes: Iterable[NodeProto]) -> Iterator[tuple[str, str]]:
+    """What nodes call, those in their subgraphs too."""
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        yield node.domain, node.op_type
+        for attribute in node.attribute:
+            waiting += attribute.g.node
+            for graph in attribute.graphs:
+                waiting += graph.node
 
 
 def light_copy(model: ModelProto) -> ModelProto:
@@ -51,14 +106,16 @@ def _copy_node(node: NodeProto, copy: NodeProto) -> None:
             continue
         for attribute in value:
             made = copy.attribute.add()
-            if attribute.type == AttributeProto.GRAPH:
-                made.name, made.type = attribute.name, attribute.type
-                _copy_graph(attribute.g, made.g)
-            elif attribute.type == AttributeProto.TENSOR:
-                made.name, made.type = attribute.name, attribute.type
-                _copy_tensor(attribute.t, made.t)
-            else:
+            if attribute.type not in (AttributeProto.GRAPH, AttributeProto.GRAPHS, AttributeProto.TENSOR):
                 made.CopyFrom(attribute)
+                continue
+            made.name, made.type = attribute.name, attribute.type
+            if attribute.type == AttributeProto.GRAPH:
+                _copy_graph(attribute.g, made.g)
+            if attribute.type == AttributeProto.TENSOR:
+                _copy_tensor(attribute.t, made.t)
+            for graph in attribute.graphs:
+                _copy_graph(graph, made.graphs.add())
 
 
 def _copy_tensor(tensor: TensorProto, copy: TensorProto) -> None:

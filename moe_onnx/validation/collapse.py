@@ -1,0 +1,21 @@
+"""Many findings of one kind and cause become one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from moe_onnx.validation.findings import Finding, Outcome
+
+
+def collapsed(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+    """Findings that say the same of many places as one, at the first place; everything else as it is."""
+    groups: dict[tuple[str, str, str, str], list[Finding]] = {}
+    for outcome in outcomes:
+        if isinstance(outcome, Finding):
+            key = outcome.code, outcome.found, outcome.expected, outcome.mend
+            groups.setdefault(key, []).append(outcome)
+        else:
+            yield outcome
+    for first, *more in groups.values():
+        yield replace(first, where=f"{first.where} and {len(more)} more") if more else first
