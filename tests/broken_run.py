@@ -95,10 +95,13 @@ def without_the_optional_input(model: onnx.ModelProto) -> None:
 def out_of_reach(model: onnx.ModelProto) -> None:
     """A row that is looked up by a value: nothing but a run tells that it is not there."""
     text = """
-        one = Constant <value = int64[1] {1000000}> ()
+        million = Constant <value = float {1000000}> ()
         flat_shape = Constant <value = int64[1] {-1}> ()
         flat = Reshape (before, flat_shape)
-        found = Gather (flat, one)
+        largest = ReduceMax <keepdims = 1> (flat)
+        far = Add (largest, million)
+        index = Cast <to = 7> (far)
+        found = Gather (flat, index)
         total = ReduceSum <keepdims = 0> (found)
         after = Add (before, total)
     """

@@ -37,6 +37,11 @@ def subject_of(model: onnx.ModelProto, **options: int) -> Subject:
     return open_subject(model, Options("run", **options))
 
 
+def own(report: Report) -> list[str]:
+    """The codes of this family."""
+    return [code for code in report.codes if code.startswith("MO8")]
+
+
 def found(report: Report, code: str) -> str:
     return next(finding.found for finding in report if finding.code == code)
 
@@ -152,7 +157,7 @@ def test_16_bits_go_every_route(dtype: str) -> None:
     for value in (model.graph.input[0], model.graph.output[0]):
         value.type.tensor_type.elem_type = elem
     report = run(moe_onnx.add_function_bodies(model))
-    assert not list(report), report.findings
+    assert not own(report), report.findings
     table = next(f for f in report.figures if isinstance(f, Table) and f.title.startswith("Cost"))
     assert {row[0] for row in table.rows} == {"python", "body", "plain"}
 
@@ -222,7 +227,7 @@ def test_axes_that_take_multiples_are_free_enough() -> None:
         <int64[2] pairs = {-1, 4}, int64[1] flat = {-1}>
         { p = Reshape (x, pairs) q = Relu (p) y = Reshape (q, flat) }
     """)
-    assert not list(run(model))
+    assert not own(run(model))
 
 
 def test_the_first_size_that_fits_is_taken() -> None:
@@ -233,7 +238,7 @@ def test_the_first_size_that_fits_is_taken() -> None:
         { fixed = Reshape (x, traced) y = Relu (fixed) }
     """)
     report = run(model)
-    assert report.codes == ("MO832",)
+    assert own(report) == ["MO832"]
     assert found(report, "MO832").startswith("runs with batch 1, but with batch 2:")
 
 
@@ -255,8 +260,9 @@ def layer_model() -> onnx.ModelProto:
 
 def test_a_layer_with_experts_is_clean_by_every_route() -> None:
     report = run(layer_model())
-    assert not list(report), report.findings
-    assert not any(check.skipped for check in report.checks if not check.name.startswith("static"))
+    assert not own(report), report.findings
+    families = ("run.", "comparisons.", "batches.", "cost.")
+    assert not [check for check in report.checks if check.skipped and check.name.startswith(families)]
     bars = [figure for figure in report.figures if isinstance(figure, Bars)]
     assert bars[0].labels == ("python, 1 thread", "body, 1 thread", "plain, 1 thread", "python, 2 threads")
 
@@ -285,7 +291,7 @@ def test_weights_that_are_too_many_are_not_loaded() -> None:
 def test_a_model_that_cannot_be_fed_is_no_error() -> None:
     model = parse("g (float[n] x, int64[k] size) => (float[m] y) { y = Reshape (x, size) }")
     report = run(model)
-    assert not list(report)
+    assert not own(report)
     assert "says sizes" in skipped(report, "run.first_run")
 
 
@@ -297,13 +303,13 @@ def test_integers_that_nobody_can_know_are_no_finding() -> None:
         { forty = Mul (columns, four) size = Concat <axis = 0> (rest, forty) y = Reshape (x, size) }
     """)
     report = run(model)
-    assert not list(report)
+    assert not own(report)
     assert "with what was drawn for 'columns'" in skipped(report, "run.first_run")
 
 
 def test_a_model_with_nothing_in_it() -> None:
     empty = helper.make_model(helper.make_graph([], "empty", [], []))
-    assert run(empty).codes in ((), ("MO801",))
+    assert own(run(empty)) in ([], ["MO801"])
 
 
 def test_external_data_is_found_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +320,7 @@ def test_external_data_is_found_beside_the_file(tmp_path: Path, monkeypatch: pyt
     onnx.save_model(model, path, save_as_external_data=True, location="w.data", size_threshold=0)
     monkeypatch.chdir(tmp_path)
     report = run(path)
-    assert not list(report), report.findings
+    assert not own(report), report.findings
     assert len(report.figures) >= 3
 
 
