@@ -32,6 +32,7 @@ FAMILIES: tuple[str, ...] = (
     "broken_targets",
     "broken_training",
     "broken_foreign",
+    "broken_run",
 )
 
 

@@ -43,6 +43,10 @@ MODULES: tuple[str, ...] = (
     "foreign",
     "expert_use",
     # Level "run"
+    "run",
+    "comparisons",
+    "batches",
+    "cost",
     # Level "full"
 )
 

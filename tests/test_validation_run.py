@@ -1,0 +1,338 @@
+"""What a run tells of a model: which node goes wrong first, by which route, at which size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from broken_models import copy_of, parse, plain_model
+from broken_run import (
+    apply_model,
+    change,
+    eval_model,
+    grad_model,
+    reworked,
+)
+from onnx import helper, numpy_helper
+
+import moe_onnx
+from moe_onnx.validation.agreement import ROUTES, differing, same_bits
+from moe_onnx.validation.bisection import first_bad_node
+from moe_onnx.validation.findings import Bars, Report, Table
+from moe_onnx.validation.runs import runs_of, said
+from moe_onnx.validation.sessions import routes
+from moe_onnx.validation.subject import Options, Subject, open_subject
+
+
+def run(model: onnx.ModelProto | Path) -> Report:
+    return moe_onnx.validate(model, level="run")
+
+
+def subject_of(model: onnx.ModelProto, **options: int) -> Subject:
+    return open_subject(model, Options("run", **options))
+
+
+def own(report: Report) -> list[str]:
+    """The codes of this family."""
+    return [code for code in report.codes if code.startswith("MO8")]
+
+
+def found(report: Report, code: str) -> str:
+    return next(finding.found for finding in report if finding.code == code)
+
+
+def skipped(report: Report, check: str) -> str:
+    return "; ".join(next(run.skipped for run in report.checks if run.name == check))
+
+
+# ---- which node
+
+
+def chain(length: int, wrong: int) -> onnx.ModelProto:
+    """Additions in two strands that meet at the end; ``wrong`` divides zero by zero."""
+    nodes = [helper.make_node("Relu", ["x"], ["a0"]), helper.make_node("Neg", ["x"], ["b0"])]
+    for i in range(1, length):
+        for strand in "ab":
+            inputs = [f"{strand}{i - 1}", f"{strand}{max(i - 2, 0)}"]
+            nodes.append(helper.make_node("Max", inputs, [f"{strand}{i}"], name=f"{strand}{i}"))
+    nodes.append(helper.make_node("Add", [f"a{length - 1}", f"b{length - 1}"], ["y"], name="end"))
+    bad = next(node for node in nodes if node.name == f"b{wrong}")
+    bad.op_type, bad.input[1] = "Sub", bad.input[0]
+    nodes.insert(nodes.index(bad) + 1, helper.make_node("Div", [f"b{wrong}"] * 2, ["nan"], name="culprit"))
+    for node in nodes[nodes.index(bad) + 2 :]:
+        node.input[:] = ["nan" if name == f"b{wrong}" else name for name in node.input]
+    infos = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [3]) for n in ("x", "y")]
+    graph = helper.make_graph(nodes, "chain", infos[:1], infos[1:])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+@pytest.mark.parametrize("wrong", [1, 298])
+def test_one_node_among_hundreds_is_named(wrong: int) -> None:
+    """Six hundred nodes, found in few runs; nodes need not be in order."""
+    model = chain(300, wrong)
+    nodes = list(model.graph.node)
+    del model.graph.node[:]
+    model.graph.node.extend(reversed(nodes))
+    assert "it begins at node 'culprit' (Div)" in found(run(model), "MO842")
+
+
+def test_few_runs_are_needed() -> None:
+    calls: list[int] = []
+    model = chain(300, 298)
+    bad_names = {"nan", "b299", "y"}
+
+    def bad(names: Sequence[str]) -> set[str]:
+        calls.append(len(names))
+        return bad_names & set(names)
+
+    node = first_bad_node(subject_of(model), ["y"], bad)
+    assert node is not None and node.name == "culprit"
+    assert len(calls) <= 5 and max(calls) <= 49
+
+
+def test_a_node_is_named_when_its_subgraph_reads_what_is_bad() -> None:
+    model = parse("""
+        g (float[3] x) => (float[3] y)
+        {
+            none = Sub (x, x)
+            [culprit] bad = Div (none, none)
+            yes = Constant <value = bool {1}> ()
+            [choice] y = If (yes) <
+                then_branch = t () => (float[3] c) { c = Neg (bad) },
+                else_branch = e () => (float[3] d) { d = Identity (x) }
+            >
+        }
+    """)
+    assert "node 'culprit' (Div)" in found(run(model), "MO842")
+
+
+def test_bad_values_that_vanish_when_looked_at_name_no_node() -> None:
+    assert first_bad_node(subject_of(plain_model()), ["y"], lambda names: set()) is None
+    assert first_bad_node(subject_of(plain_model()), ["nobody's"], lambda names: {"y"}) is None
+
+
+# ---- routes
+
+
+def other_body(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The function body gives twice what it should."""
+    model = moe_onnx.add_function_bodies(model)
+    function = next(f for f in model.functions if f.name == "MoeInitRoutingV2Grad")
+    output = function.output[0]
+    producer = next(node for node in function.node if output in node.output)
+    producer.output[:] = ["half" if name == output else name for name in producer.output]
+    function.node.append(helper.make_node("Add", ["half", "half"], [output]))
+    return model
+
+
+def test_a_body_that_means_something_else_is_found_and_its_node_named() -> None:
+    """Kernels shadow it where they are registered; elsewhere it is used, silently."""
+    report = run(other_body(grad_model()))
+    assert "'y' differs by" in found(report, "MO811")
+    assert "it begins at node 'give_back' (ascend.moe.MoeInitRoutingV2Grad)" in found(report, "MO811")
+    assert [f.where for f in report if f.code == "MO811"] == ["routes 'python' and 'plain'"]
+
+
+def test_all_routes_that_there_are() -> None:
+    assert routes(subject_of(plain_model())) == ("plain",)
+    assert routes(subject_of(grad_model())) == ("python", "body")
+    assert routes(subject_of(moe_onnx.add_function_bodies(grad_model()))) == ("python", "body", "plain")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bits_go_every_route(dtype: str) -> None:
+    elem = onnx.TensorProto.FLOAT16 if dtype == "float16" else onnx.TensorProto.BFLOAT16
+    model = parse(
+        """
+        g (float[4, 3] x) => (float[2, 3] y) <int32[4] rows = {2, 0, 1, 3}>
+        { y = ascend.moe.MoeInitRoutingV2Grad <top_k = 2> (x, rows) }
+        """,
+        imports=', "ascend.moe" : 1',
+    )
+    for value in (model.graph.input[0], model.graph.output[0]):
+        value.type.tensor_type.elem_type = elem
+    report = run(moe_onnx.add_function_bodies(model))
+    assert not own(report), report.findings
+    table = next(f for f in report.figures if isinstance(f, Table) and f.title.startswith("Cost"))
+    assert {row[0] for row in table.rows} == {"python", "body", "plain"}
+
+
+def test_agreement_is_by_the_size_of_the_tensor_and_of_its_kind() -> None:
+    one = {"a.grad": np.float32([1e-9, -1e-9]), "b.grad": np.float32([3.0]), "i": np.array([1, 2])}
+    noise = {**one, "a.grad": np.float32([-1e-9, 2e-9])}
+
+    def kind(name: str) -> str:
+        return "gradient" if name.endswith(".grad") else name
+
+    assert differing(one, noise, ROUTES, kind) == {}
+    assert differing(one, noise, ROUTES).keys() == {"a.grad"}
+    assert differing(one, {**one, "b.grad": np.float32([3.0001])}, ROUTES, kind).keys() == {"b.grad"}
+    assert differing(one, {**one, "i": np.array([1, 3])}, ROUTES, kind) == {"i": float("inf")}
+    assert differing(one, {"b.grad": one["b.grad"]}, ROUTES, kind).keys() == {"a.grad", "i"}
+    wild = {"x": np.array([np.nan, np.inf, 1], np.float32)}
+    assert differing(wild, wild, ROUTES) == {}
+    assert differing(wild, {"x": np.array([np.nan, -np.inf, 1], np.float32)}, ROUTES) == {"x": float("inf")}
+    assert differing(wild, {"x": np.array([0, np.inf, 1], np.float32)}, ROUTES) == {"x": float("inf")}
+    half = {"x": np.array([1, 2], ml_dtypes.bfloat16)}
+    assert differing(half, {"x": half["x"] * ml_dtypes.bfloat16(1.01)}, ROUTES) == {}
+    assert differing(half, {"x": half["x"] * ml_dtypes.bfloat16(1.1)}, ROUTES).keys() == {"x"}
+
+
+def test_the_same_bits_are_the_same_zeros_and_nans() -> None:
+    nan = np.array([np.nan, 0.0], np.float32)
+    assert same_bits(nan, nan.copy())
+    assert not same_bits(nan, np.array([np.nan, -0.0], np.float32))
+    assert not same_bits(np.zeros(2), np.zeros((2, 1)))
+    assert not same_bits(np.zeros(2), np.zeros(2, np.float32))
+
+
+# ---- repeats
+
+
+def test_noise_is_a_finding_in_training_graphs_only() -> None:
+    noisy = copy_of(plain_model())
+    change("y", "noise = RandomNormalLike (before) after = Add (before, noise)")(noisy)
+    report = run(noisy)
+    assert report.ok
+    assert "gives other values in every run" in skipped(report, "comparisons.repeats")
+    update = copy_of(apply_model())
+    name = update.graph.output[0].name
+    reworked(update, name, "[noise] n = RandomNormalLike (before) after = Add (before, n)")
+    assert "it seems to begin at node 'noise' (RandomNormalLike)" in found(run(update), "MO821")
+
+
+# ---- sizes
+
+
+def test_the_axis_that_is_fixed_is_named() -> None:
+    model = parse("""
+        g (float[n, m] x, float[m] w) => (float[n, m] y)
+        <int64[2] traced = {-1, 4}>
+        { fixed = Reshape (x, traced) scaled = Mul (fixed, w) y = Relu (scaled) }
+    """)
+    report = run(model)
+    (finding,) = [finding for finding in report if finding.code == "MO832"]
+    assert finding.where == "axis 'm'"
+    assert "runs with n 4, m 4, but with n 5, m 5:" in finding.found
+
+
+def test_axes_that_take_multiples_are_free_enough() -> None:
+    model = parse("""
+        g (float[n] x) => (float[k] y)
+        <int64[2] pairs = {-1, 4}, int64[1] flat = {-1}>
+        { p = Reshape (x, pairs) q = Relu (p) y = Reshape (q, flat) }
+    """)
+    assert not own(run(model))
+
+
+def test_the_first_size_that_fits_is_taken() -> None:
+    """A batch of 1, as many exports have it while they call it dynamic."""
+    model = parse("""
+        g (float[batch, 3] x) => (float[batch, 3] y)
+        <int64[2] traced = {1, 3}>
+        { fixed = Reshape (x, traced) y = Relu (fixed) }
+    """)
+    report = run(model)
+    assert own(report) == ["MO832"]
+    assert found(report, "MO832").startswith("runs with batch 1, but with batch 2:")
+
+
+def test_names_of_declared_axes_are_held_to_the_inputs() -> None:
+    model = parse("g (float[n, 3] x) => (float[n, 3] y) { y = Concat <axis = 0> (x, x) }")
+    (finding,) = [finding for finding in run(model) if finding.code == "MO833"]
+    assert (finding.where, finding.expected) == ("output 'y'", "[n, 3]")
+    assert finding.found == "shape [8, 3] with n 4"
+
+
+# ---- batches
+
+
+@cache
+def layer_model() -> onnx.ModelProto:
+    config = moe_onnx.MoeLayerConfig(hidden_size=4, num_experts=3, moe_intermediate_size=3)
+    return moe_onnx.build_training_graph(config, assembly="grad").model
+
+
+def test_a_layer_with_experts_is_clean_by_every_route() -> None:
+    report = run(layer_model())
+    assert not own(report), report.findings
+    families = ("run.", "comparisons.", "batches.", "cost.")
+    assert not [check for check in report.checks if check.skipped and check.name.startswith(families)]
+    bars = [figure for figure in report.figures if isinstance(figure, Bars)]
+    assert bars[0].labels == ("python, 1 thread", "body, 1 thread", "plain, 1 thread", "python, 2 threads")
+
+
+def test_experts_without_tokens_have_no_gradient() -> None:
+    """A decay that found its way into the gradient: small, and wrong for experts without tokens."""
+    model = copy_of(layer_model())
+    name = "experts.down_proj.grad"
+    text = "little = Constant <value = float {0.0001}> () after = Add (before, little)"
+    reworked(model, name, text)
+    report = run(model)
+    assert [f.where for f in report if f.code == "MO852"] == [f"output {name!r}"]
+    assert "have no tokens, but a gradient" in found(report, "MO852")
+    assert "a batch with tokens 0" in {f.where for f in report if f.code == "MO851"}
+
+
+# ---- what cannot be run
+
+
+def test_weights_that_are_too_many_are_not_loaded() -> None:
+    subject = subject_of(plain_model(), max_bytes=10)
+    assert "are more than" in runs_of(subject).why_not
+    assert not runs_of(subject).sessions
+
+
+def test_a_model_that_cannot_be_fed_is_no_error() -> None:
+    model = parse("g (float[n] x, int64[k] size) => (float[m] y) { y = Reshape (x, size) }")
+    report = run(model)
+    assert not own(report)
+    assert "says sizes" in skipped(report, "run.first_run")
+
+
+def test_integers_that_nobody_can_know_are_no_finding() -> None:
+    """A whole number that must be even."""
+    model = parse("""
+        g (float[6] x, int64[1] columns) => (float[a, b] y)
+        <int64[1] rest = {-1}, int64[1] four = {40}>
+        { forty = Mul (columns, four) size = Concat <axis = 0> (rest, forty) y = Reshape (x, size) }
+    """)
+    report = run(model)
+    assert not own(report)
+    assert "with what was drawn for 'columns'" in skipped(report, "run.first_run")
+
+
+def test_a_model_with_nothing_in_it() -> None:
+    empty = helper.make_model(helper.make_graph([], "empty", [], []))
+    assert own(run(empty)) in ([], ["MO801"])
+
+
+def test_external_data_is_found_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = moe_onnx.add_function_bodies(grad_model())
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.int32([2, 0, 1, 3]), "order"))
+    (tmp_path / "there").mkdir()
+    path = tmp_path / "there" / "model.onnx"
+    onnx.save_model(model, path, save_as_external_data=True, location="w.data", size_threshold=0)
+    monkeypatch.chdir(tmp_path)
+    report = run(path)
+    assert not own(report), report.findings
+    assert len(report.figures) >= 3
+
+
+def test_messages_of_onnxruntime_lose_their_frame() -> None:
+    error = RuntimeError("[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : Gather: index 7 is out of reach.\nmore")
+    assert said(error) == "Gather: index 7 is out of reach"
+    assert said(RuntimeError("")) == "RuntimeError"
+    assert len(said(RuntimeError("x" * 999))) == 400
+
+
+def test_everything_a_run_draws_is_in_the_report() -> None:
+    table = next(figure for figure in run(eval_model()).figures if isinstance(figure, Table))
+    assert table.columns == ("input", "dtype", "drawn as")
+    assert ("input_ids and 1 more", "int64", "ids in [0, 7)") in table.rows
+    assert len(table.rows) < len(eval_model().graph.input)
