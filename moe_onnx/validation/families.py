@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-MODULES: tuple[str, ...] = ("gradients", "updates", "indices")
+MODULES: tuple[str, ...] = ("gradients", "updates", "indices", "poison")
 
 
 def load() -> None:

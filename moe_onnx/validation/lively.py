@@ -37,13 +37,13 @@ def _sizes(subject: Subject) -> dict[str, int]:
     manifest = manifest_of(subject)
     if manifest is None:
         return {}
-    active, top_k = manifest.dispatch.get("active_num", 0), manifest.config.get("num_experts_per_tok", 1)
-    experts = manifest.config.get("num_experts", 0)
-    fewest = _TOKENS
-    if isinstance(experts, int):  # a token's experts are drawn by its router: most get some of so many
-        fewest = max(fewest, min(8 * experts, _MOST_TOKENS // 4))
-    if isinstance(active, int) and isinstance(top_k, int) and top_k > 0:
-        fewest = max(fewest, min(active // top_k + 4, _MOST_TOKENS))
+    experts = _whole(manifest.config.get("num_experts"))
+    top_k = max(_whole(manifest.config.get("num_experts_per_tok")), 1)
+    active, capacity = (_whole(manifest.dispatch.get(n)) for n in ("active_num", "expert_capacity"))
+    # A token's experts are its router's choice: most have some of so many tokens.
+    fewest = max(_TOKENS, min(8 * experts, _MOST_TOKENS // 4))
+    # A sixth of the tokens is padding; of the others some should find no row.
+    fewest = max(fewest, min(max(5 * active // 4, capacity * experts) // top_k + 4, _MOST_TOKENS))
     found = {}
     if "sequence" in sizes:
         found["sequence"] = max(sizes["sequence"], -(-fewest // max(sizes.get("batch", 1), 1)))
@@ -52,6 +52,11 @@ def _sizes(subject: Subject) -> dict[str, int]:
     elif "tokens" in sizes:
         found["tokens"] = max(sizes["tokens"], fewest)
     return found
+
+
+def _whole(value: object) -> int:
+    """A number of the manifest, 0 where it is none."""
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _lively_parameters(subject: Subject, rng: np.random.Generator) -> Arrays:
