@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from onnx import TensorProto
 
 from moe_onnx.build.manifest import Manifest, ParameterInfo
 from moe_onnx.build.optimizers import SGD, Optimizer, optimizer_from_dict
@@ -16,6 +17,12 @@ from moe_onnx.validation.subject import Subject
 
 LOSS, SUFFIX = "loss", ".grad"
 _FLOATS = ("float32", "float64")
+_ROUNDING_OPS = ("QuantizeLinear", "DynamicQuantizeLinear")
+_FEW_BITS = frozenset(
+    number
+    for name, number in TensorProto.DataType.items()
+    if name.startswith(("FLOAT1", "BFLOAT", "FLOAT8", "FLOAT4"))
+)
 
 Arrays = Mapping[str, Array]
 
@@ -43,6 +50,8 @@ def claims_of(subject: Subject) -> list[Claim] | Skipped:
     loss = subject.types(subject.main).get(LOSS)
     if loss is not None and loss.shape is not None and any(dim not in (1, None) for dim in loss.shape):
         return Skipped(f"the output '{LOSS}' is no scalar")
+    if (narrow := _narrow(subject)) is not None:
+        return Skipped(f"{narrow} rounds to few bits: in between the loss has no slope")
     types = subject.types(subject.main)
     inputs = {info.name for info in subject.model.graph.input}
     inputs |= {tensor.name for tensor in subject.model.graph.initializer}
@@ -64,6 +73,15 @@ def claims_of(subject: Subject) -> list[Claim] | Skipped:
     if not found:
         return Skipped(f"no output is called as an input and '{SUFFIX}', and no manifest names gradients")
     return list(found.values())
+
+
+def _narrow(subject: Subject) -> str | None:
+    """A node that rounds values to fewer bits than float32 has."""
+    for scope, node in subject.nodes():
+        to = next((a.i for a in node.attribute if a.name == "to"), TensorProto.FLOAT)
+        if (node.op_type == "Cast" and to in _FEW_BITS) or node.op_type in _ROUNDING_OPS:
+            return scope.place(node)
+    return None
 
 
 def optimizer_of(subject: Subject) -> Optimizer | None:

@@ -55,12 +55,14 @@ def cut(model: ModelProto, names: Iterable[str]) -> ModelProto:
 
 def _reads(node: NodeProto) -> Iterable[str]:
     """Names that a node reads, its subgraphs included (their own names do no harm)."""
-    yield from (name for name in node.input if name)
-    for attribute in node.attribute:
-        for graph in [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs:
-            yield from (output.name for output in graph.output)
-            for inner in graph.node:
-                yield from _reads(inner)
+    todo = [node]
+    while todo:
+        one = todo.pop()
+        yield from (name for name in one.input if name)
+        for attribute in one.attribute:
+            for graph in [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs:
+                yield from (output.name for output in graph.output)
+                todo += graph.node
 
 
 def session_of(model: ModelProto, subject: Subject, *, plain: bool = False) -> onnxruntime.InferenceSession:

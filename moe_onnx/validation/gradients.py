@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from moe_onnx.validation.claims import Claim, claims_of
+from moe_onnx.validation.claims import LOSS, Claim, claims_of
+from moe_onnx.validation.cuts import line
 from moe_onnx.validation.double import Lifted, lift, same
 from moe_onnx.validation.feeds import Array
 from moe_onnx.validation.findings import Bars, Finding, Outcome, Skipped
@@ -65,16 +66,22 @@ def gradients(subject: Subject) -> Iterator[Outcome]:
         yield lifted
         return
     try:
-        found = lifted.run(list(dict.fromkeys(["loss", *lifted.outputs])))
+        found = lifted.run(list(dict.fromkeys([LOSS, *lifted.outputs])))
+        if found[LOSS].size != 1:
+            yield Skipped(f"the output '{LOSS}' is no scalar, it has shape {list(found[LOSS].shape)}")
+            return
+        loss, decisions = lifted.loss()
+        again, _ = lifted.loss()
     except Exception as error:  # onnxruntime's own classes have no common base
-        yield Skipped(f"the model does not run in double precision: {str(error).strip()[:300]}")
+        yield Skipped(f"the model does not run in double precision: {line(error)}")
         return
     subject.shared["full.run"] = lifted.feed, found
-    loss, decisions = lifted.loss()
     if not np.isfinite(loss):
         yield Skipped(f"the loss is {loss} for the inputs drawn: it has no slope there")
-        return
-    yield from _compare(claims, lifted, found, loss, decisions, rng)
+    elif again != loss:
+        yield Skipped("the loss of the same inputs differs from run to run: it has no slope")
+    else:
+        yield from _compare(claims, lifted, found, loss, decisions, rng)
 
 
 def _compare(
@@ -95,16 +102,20 @@ def _compare(
             rest = ", ".join(c.of for c in claims[number:][:5])
             yield Skipped(f"{len(claims) - number} gradients were not reached in {_SECONDS:g} s: {rest} ...")
             break
-        gradient = np.asarray(claim.read(lifted.feed, found), np.float64)
-        wrong = _form(claim, gradient, lifted.feed[claim.of])
+        try:
+            gradient = np.asarray(claim.read(lifted.feed, found), np.float64)
+            wrong = _form(claim, gradient, lifted.feed[claim.of])
+            least = None if wrong else _least_error(claim, lifted, gradient, loss, decisions, rng)
+        except Exception as problem:  # onnxruntime's own classes have no common base
+            yield Skipped(f"{claim.of!r}: {line(problem)}")
+            continue
         if wrong is not None:
             yield wrong
             continue
-        worst = _error(claim, lifted, gradient, loss, decisions, rng)
-        if worst is None:
+        if least is None:
             undecided.append(claim.of)
             continue
-        error, slope, quotient = worst
+        error, slope, quotient = least
         names.append(claim.of)
         errors.append(max(error, 1e-17))  # for a logarithmic scale
         if error > TOLERANCE:
@@ -134,7 +145,7 @@ def _form(claim: Claim, gradient: Array, value: Array) -> Finding | None:
     return None
 
 
-def _error(
+def _least_error(
     claim: Claim,
     lifted: Lifted,
     gradient: Array,

@@ -50,6 +50,15 @@ ORDER = code(
     "gradients agree with finite differences, and it is another model (measured: loss 21.09, not 18.94).",
     mend="Sort each token's expert ids, and carry the weights along, before MoeInitRoutingV2.",
 )
+NO_EXPERT = code(
+    "MO925",
+    "warning",
+    "A slot names a row but the routing map has no expert for it",
+    why="The k-th slot of a token has the probability of the k-th expert that the map selects for it. A slot "
+    "beyond the last one adds nothing, and gets no gradient, whatever row it names: as when an expert is "
+    "chosen twice for a token, which a map cannot say.",
+    mend="Choose experts that differ for each token, and give slots without an expert the index -1.",
+)
 REFUSED = code(
     "MO924",
     "error",
@@ -72,7 +81,7 @@ class _Watch:
         return self.spec.inputs[at].dtypes in (INDICES, MAPS)
 
 
-@check("full", VALUE, MAP, ORDER, REFUSED)
+@check("full", VALUE, MAP, ORDER, NO_EXPERT, REFUSED)
 def indices(subject: Subject) -> Iterator[Outcome]:
     """Indices and routing maps of ascend.moe nodes have legal values in a run with drawn inputs."""
     elsewhere = sum(1 for scope, node in subject.nodes() if scope is not subject.main and _is_ours(node))
@@ -225,6 +234,17 @@ def _order(watch: _Watch, values: list[Array | None]) -> Iterator[Finding]:
     ):
         return
     slots = index.reshape(tokens, -1)
+    selected = given.get("routing_map")
+    if selected is not None and selected.shape == probs.shape:
+        spare = (slots >= 0).sum(axis=1) - np.count_nonzero(selected, axis=1)
+        if (spare > 0).any():
+            at = int(spare.argmax())
+            yield NO_EXPERT(
+                watch.where,
+                found=f"{int((spare > 0).sum())} of {tokens} tokens have more slots with a row than experts, "
+                f"first token {int((spare > 0).argmax())}; token {at} has {int(spare[at])} too many",
+                expected="one selected expert for each slot with a row",
+            )
     for number, slot in enumerate(slots):
         named = slot[slot >= 0]
         if (np.diff(named) < 0).any():

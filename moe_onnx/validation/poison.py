@@ -201,7 +201,7 @@ def _poisoned(model: ModelProto, subject: Subject) -> tuple[list[_Switch], list[
     for switch in (*after, *before):
         graph.input.append(helper.make_tensor_value_info(switch.name, TensorProto.BOOL, []))
         graph.output.append(helper.make_tensor_value_info(switch.count, TensorProto.INT64, []))
-    opset = next((e.version for e in model.opset_import if e.domain in ("", "ai.onnx")), 18)
+    opset = max(1, next((e.version for e in model.opset_import if e.domain in ("", "ai.onnx")), 18))
     model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
     model.functions.extend(_function(name, opset) for name in ("Rows", "Values"))
     return after, before

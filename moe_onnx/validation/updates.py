@@ -49,15 +49,17 @@ def updates(subject: Subject) -> Iterator[Outcome]:
     feed, found = ran
     given = {info.gradient: feed[info.gradient] for info in manifest.parameters if info.gradient in feed}
     claims = claims_of(subject)
-    taken = {} if isinstance(claims, Skipped) else {c.of: c.read(feed, found) for c in claims}
+    taken = {} if isinstance(claims, Skipped) else {claim.of: claim for claim in claims}
     needed = {"lr", "step", *(s.input for p in manifest.parameters for s in p.state.values())}
     if missing := needed - set(feed):
         yield Skipped(f"the graph has no input {min(missing)!r}, which the manifest's optimizer needs")
         return
     errors: dict[str, float] = {}
     for info in _with_update(manifest, outputs):
-        gradient = given.get(info.gradient, taken.get(info.name))
         try:
+            gradient = given.get(info.gradient)
+            if gradient is None and info.name in taken:
+                gradient = taken[info.name].read(feed, found)
             if info.trained:
                 wanted = _expected(info, optimizer, gradient, feed, found)
             else:
