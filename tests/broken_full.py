@@ -150,10 +150,13 @@ def sum_of_rows() -> onnx.ModelProto:
     """The gradient of a combine in which two slots are dropped; only rows that are named are summed."""
     return parse(
         """
-        sum_of_rows (float[2, 3] dy) => (float[3] total)
-        <int64[2] kept = {0, 2}, int64[1] axis = {0}>
+        sum_of_rows (float[2, 3] dy, float[4] scores) => (float[3] total)
+        <int64[2] kept = {0, 1}, int64[1] axis = {0}, int64[1] four = {4}, int32 two = {2}, int32 none = {-1}>
         {
-            index = Constant <value = int32[4] {2, -1, 0, -1}> ()
+            values, order = TopK <axis = 0> (scores, four)
+            slots = Cast <to = 6> (order)
+            is_kept = Less (slots, two)
+            index = Where (is_kept, slots, none)
             [combine] rows = ascend.moe.MoeTokenUnpermuteWithRoutingMapGrad <drop_and_pad = 0>
                 (dy, index, index)
             named = Gather <axis = 0> (rows, kept)
@@ -262,8 +265,8 @@ def routed(order: str = "ascending", chosen: str = "one_hot", gradient: bool = F
         "[combine] y, dp = ascend.moe.MoeTokenUnpermuteWithRoutingMapGrad <drop_and_pad = 0> "
         "(x, idx, idx, map, rows, scores)"
         if gradient
-        else "[combine] y = ascend.moe.MoeTokenUnpermuteWithRoutingMap <drop_and_pad = 0> "
-        "(rows, idx, map, scores)"
+        else "[combine] y, out_index, token_id, weights = ascend.moe.MoeTokenUnpermuteWithRoutingMap "
+        "<drop_and_pad = 0> (rows, idx, map, scores)"
     )
 
     def made() -> onnx.ModelProto:
@@ -357,7 +360,7 @@ MUTATIONS: list[Mutation] = [
     full("MO911", "a sum over rows that no slot names", sum_of_rows, all_rows),
     full("MO911", "a sum over rows behind the last pair", sum_of_permuted, all_rows),
     full("MO912", "a body that masks by a product", summed, masked_by_product),
-    full("MO921", "a row twice", ranked("Identity (rank)"), replaced(ranked("Min (rank, two)"))),
+    full("MO921", "a row twice", ranked("Identity (rank)"), replaced(ranked("Min (rank, two)")), *REFUSED),
     full("MO921", "a row past the last", ranked("Identity (rank)"), replaced(ranked("Add (rank, one)")),
          *REFUSED),
     full("MO921", "a row before the first", ranked("Identity (rank)"), replaced(ranked("Sub (rank, one)")),

@@ -20,6 +20,7 @@ TOLERANCE = 1e-5  # of the gradient's norm
 _STEPS = (1e-5, 1e-6, 1e-6, 1e-7, 1e-4)
 _ROUNDING = 100 * 2.0**-52  # of the loss
 _SECONDS = 300.0
+_SHOWN = 5  # wrong gradients, the worst first; the bars show all
 
 WRONG = code(
     "MO901",
@@ -94,6 +95,7 @@ def _compare(
 ) -> Iterator[Outcome]:
     names: list[str] = []
     errors: list[float] = []
+    bad: list[tuple[Claim, float, str, str]] = []
     undecided: list[str] = []
     idle: list[str] = []
     start = time.monotonic()
@@ -119,12 +121,14 @@ def _compare(
         names.append(claim.of)
         errors.append(max(error, 1e-17))  # for a logarithmic scale
         if error > TOLERANCE:
-            yield WRONG(
-                f"output {claim.where!r}, gradient of {claim.of!r}",
-                found=f"slope {slope:.9g} in a random direction, off by {error:.2g} of the gradient's norm",
-                expected=f"{quotient:.9g}, as the loss changes",
-            )
+            said = f"slope {slope:.9g} in a random direction, off by {error:.2g} of the gradient's norm"
+            bad.append((claim, error, said, f"{quotient:.9g}, as the loss changes"))
         idle += _idle(claim, gradient)
+    bad.sort(key=lambda entry: -entry[1])
+    for claim, _, said, wanted in bad[:_SHOWN]:
+        more = f"; and so are {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        where = f"output {claim.where!r}, gradient of {claim.of!r}"
+        yield WRONG(where, found=said + more, expected=wanted)
     if names:
         title = "Gradients against finite differences: error, of the gradient's norm"
         yield Bars(title, tuple(names), tuple(errors), "", True, TOLERANCE)

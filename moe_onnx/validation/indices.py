@@ -259,5 +259,6 @@ def _order(watch: _Watch, values: list[Array | None]) -> Iterator[Finding]:
 
 
 def _finding(kind: Any, watch: _Watch, error: MoeOnnxError) -> Finding:
-    finding: Finding = kind(watch.where, found=str(error).rstrip("."), aclnn=error.aclnn_status)
+    said = str(error).removeprefix(f"{watch.spec.name}: ").rstrip(".")
+    finding: Finding = kind(watch.where, found=said, aclnn=error.aclnn_status)
     return finding

@@ -18,6 +18,7 @@ from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
 
 TOLERANCE = 1e-5  # of the largest change
+_SHOWN = 5  # parameters, the worst first; the bars show all
 
 UPDATE = code(
     "MO904",
@@ -55,6 +56,7 @@ def updates(subject: Subject) -> Iterator[Outcome]:
         yield Skipped(f"the graph has no input {min(missing)!r}, which the manifest's optimizer needs")
         return
     errors: dict[str, float] = {}
+    worst: dict[str, str] = {}  # output of each parameter
     for info in _with_update(manifest, outputs):
         try:
             gradient = given.get(info.gradient)
@@ -72,13 +74,18 @@ def updates(subject: Subject) -> Iterator[Outcome]:
             continue
         for name, (before, value) in wanted.items():
             error = _error(found[name], value, before)
-            errors[info.name] = max(error, errors.get(info.name, 1e-17))
-            if error > TOLERANCE:
-                yield UPDATE(
-                    f"output {name!r}",
-                    found=f"off by {error:.2g} of the largest change",
-                    expected=f"{type(optimizer).__name__} with the manifest's options",
-                )
+            if error > errors.get(info.name, 1e-17):
+                errors[info.name], worst[info.name] = error, name
+            else:
+                errors.setdefault(info.name, 1e-17)
+    bad = sorted((name for name in errors if errors[name] > TOLERANCE), key=lambda name: -errors[name])
+    for name in bad[:_SHOWN]:
+        more = f"; and so are {len(bad) - _SHOWN} more parameters'" if len(bad) > _SHOWN else ""
+        yield UPDATE(
+            f"output {worst[name]!r}",
+            found=f"off by {errors[name]:.2g} of the largest change{more}",
+            expected=f"{type(optimizer).__name__} with the manifest's options",
+        )
     if errors:
         title = "Updates against the optimizer's formula: error, of the largest change"
         yield Bars(title, tuple(errors), tuple(errors.values()), "", True, TOLERANCE)
