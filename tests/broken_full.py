@@ -237,13 +237,13 @@ def masked_by_product(model: onnx.ModelProto) -> None:
     model.functions.append(function)
 
 
-def ranked(change: str) -> Callable[[], onnx.ModelProto]:
+def ranked(change: str, inputs: str = "") -> Callable[[], onnx.ModelProto]:
     """The gradient of a dispatch, its index the ranks of four scores; ``change`` makes index of rank."""
 
     def made() -> onnx.ModelProto:
         return parse(
             f"""
-            ranked (float[4, 3] g, float[4] scores) => (float[2, 3] dx)
+            ranked (float[4, 3] g, float[4] scores{inputs}) => (float[2, 3] dx)
             <int64[1] four = {{4}}, int32 one = {{1}}, int32 two = {{2}}>
             {{
                 values, order = TopK <axis = 0> (scores, four)
@@ -373,5 +373,7 @@ MUTATIONS: list[Mutation] = [
          replaced(routed(order="as_chosen", gradient=True)), "MO706", "MO511"),
     full("MO925", "experts chosen twice for a token", routed(),
          replaced(routed(order="twice", chosen="once"))),
+    full("MO926", "ranks shifted by an input", ranked("Identity (rank)"),
+         replaced(ranked("Add (rank, shift)", ", int32 shift"))),
     full("MO924", "twice as many rows as slots", free_rows, twice_the_rows, *REFUSED),
 ]  # fmt: skip

@@ -11,9 +11,10 @@ from onnx import TensorProto
 from moe_onnx.build.manifest import Manifest, ParameterInfo
 from moe_onnx.build.optimizers import SGD, Optimizer, optimizer_from_dict
 from moe_onnx.errors import MoeOnnxError
-from moe_onnx.validation.feeds import Array, manifest_of
+from moe_onnx.validation.feeds import Array, manifest_of, required_inputs
 from moe_onnx.validation.findings import Skipped
 from moe_onnx.validation.subject import Subject
+from moe_onnx.validation.uses import Uses
 
 LOSS, SUFFIX = "loss", ".grad"
 _FLOATS = ("float32", "float64")
@@ -52,6 +53,8 @@ def claims_of(subject: Subject) -> list[Claim] | Skipped:
         return Skipped(f"the output '{LOSS}' is no scalar")
     if (narrow := _narrow(subject)) is not None:
         return Skipped(f"{narrow} rounds to few bits: in between the loss has no slope")
+    if manifest_of(subject) is None and (scatter := _drawn_scatter(subject)) is not None:
+        return Skipped(f"{scatter} writes by indices that are drawn, and may be twice: what it gives is open")
     types = subject.types(subject.main)
     inputs = {info.name for info in subject.model.graph.input}
     inputs |= {tensor.name for tensor in subject.model.graph.initializer}
@@ -81,6 +84,17 @@ def _narrow(subject: Subject) -> str | None:
         to = next((a.i for a in node.attribute if a.name == "to"), TensorProto.FLOAT)
         if (node.op_type == "Cast" and to in _FEW_BITS) or node.op_type in _ROUNDING_OPS:
             return scope.place(node)
+    return None
+
+
+def _drawn_scatter(subject: Subject) -> str | None:
+    """A node that sets values by an index that is an input of the graph."""
+    uses = Uses(subject)
+    for info in required_inputs(subject):
+        for use in uses.of(info.name):
+            adds_up = any(a.name == "reduction" and a.s not in (b"", b"none") for a in use.node.attribute)
+            if use.op in ("ScatterElements", "ScatterND") and use.index == 1 and not adds_up:
+                return use.scope.place(use.node)
     return None
 
 

@@ -28,9 +28,9 @@ def cut(model: ModelProto, names: Iterable[str]) -> ModelProto:
         if number is None or number in seen:
             continue
         seen.add(number)
-        reads = set(_reads(model.graph.node[number])) - needed
-        needed |= reads
-        todo += reads
+        more = set(reads(model.graph.node[number])) - needed
+        needed |= more
+        todo += more
     kept = [node for number, node in enumerate(model.graph.node) if number in seen]
     small = ModelProto()
     for field, value in model.ListFields():
@@ -53,7 +53,7 @@ def cut(model: ModelProto, names: Iterable[str]) -> ModelProto:
     return small
 
 
-def _reads(node: NodeProto) -> Iterable[str]:
+def reads(node: NodeProto) -> Iterable[str]:
     """Names that a node reads, its subgraphs included (their own names do no harm)."""
     todo = [node]
     while todo:

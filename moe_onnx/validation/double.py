@@ -42,7 +42,9 @@ class Lifted:
         """Values of the model, as they are with some inputs changed."""
         options = onnxruntime.RunOptions()
         options.only_execute_path_to_fetches = True
-        values = self.session.run(list(names), {**self.feed, **(changed or {})}, options)
+        # A sum of 0-dimensional arrays is none any more.
+        moved = {name: np.asarray(value) for name, value in (changed or {}).items()}
+        values = self.session.run(list(names), {**self.feed, **moved}, options)
         return dict(zip(names, values, strict=True))
 
     def loss(self, changed: Mapping[str, Array] | None = None) -> tuple[float, list[Array]]:

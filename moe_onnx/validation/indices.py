@@ -12,9 +12,9 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from moe_onnx.errors import IndexValueError, MoeOnnxError, RoutingMapError
 from moe_onnx.operators import BY_NAME
 from moe_onnx.operators._groups import group_starts
-from moe_onnx.spec import DOMAIN, INDICES, MAPS, OpSpec
-from moe_onnx.validation.cuts import cut, line, session_of
-from moe_onnx.validation.feeds import Array
+from moe_onnx.spec import DOMAIN, FLOATS, INDICES, MAPS, OpSpec
+from moe_onnx.validation.cuts import cut, line, reads, session_of
+from moe_onnx.validation.feeds import Array, manifest_of, required_inputs
 from moe_onnx.validation.findings import Finding, Outcome, Skipped, Table
 from moe_onnx.validation.lively import Arrays, is_too_large, lively_feeds
 from moe_onnx.validation.registry import check, code
@@ -61,10 +61,21 @@ NO_EXPERT = code(
 )
 REFUSED = code(
     "MO924",
-    "error",
+    "warning",
     "An ascend.moe node refuses its inputs at run time",
-    why="Sizes that are free in the file have values in a run, and at this node they do not belong together.",
-    mend="Derive both sizes from the same value of the graph.",
+    why="Sizes that are free in the file have values in a run, and at this node they do not belong together. "
+    "It is wrong where the graph makes both sizes; where they are those of graph inputs, the model only does "
+    "not say that they must be the same.",
+    mend="Derive both sizes from the same value of the graph, or give the axes of the inputs one name.",
+)
+DRAWN = code(
+    "MO926",
+    "warning",
+    "An index has illegal values for the integers that were drawn",
+    why="The index, or routing map, depends on integer or boolean inputs of the graph. Values were drawn for "
+    "them, and what is legal for them only the model's author knows: with these the operator would read or "
+    "write other rows than it should, or none.",
+    mend="If those values are legal, correct how the graph makes indices of them; if not, nothing is wrong.",
 )
 
 
@@ -81,7 +92,7 @@ class _Watch:
         return self.spec.inputs[at].dtypes in (INDICES, MAPS)
 
 
-@check("full", VALUE, MAP, ORDER, NO_EXPERT, REFUSED)
+@check("full", VALUE, MAP, ORDER, NO_EXPERT, REFUSED, DRAWN)
 def indices(subject: Subject) -> Iterator[Outcome]:
     """Indices and routing maps of ascend.moe nodes have legal values in a run with drawn inputs."""
     elsewhere = sum(1 for scope, node in subject.nodes() if scope is not subject.main and _is_ours(node))
@@ -101,13 +112,36 @@ def indices(subject: Subject) -> Iterator[Outcome]:
     model, watches = _watched(subject, ours)
     found, count, stopped = _values(model, watches, subject, feed)
     rows: list[tuple[Any, ...]] = []
+    free = _by_drawn_integers(subject)
     for watch in watches[:count]:
-        yield from _of_node(watch, found, rows)
+        of_drawn = any(name in free for at, name in enumerate(watch.node.input) if watch.is_index(at))
+        for outcome in _of_node(watch, found, rows):
+            if of_drawn and isinstance(outcome, Finding) and outcome.severity == "error":
+                yield DRAWN(outcome.where, found=outcome.found, aclnn=outcome.aclnn_status)
+            else:
+                yield outcome
     if stopped:
         yield Skipped(f"{len(watches) - count} nodes were not reached: {stopped}")
     if rows:
         columns = ("node", "input", "values", "least", "largest", "-1s", "twice")
         yield Table("Indices of ascend.moe nodes in a run", columns, tuple(rows[:_MOST_ROWS]))
+
+
+def _by_drawn_integers(subject: Subject) -> set[str]:
+    """Values of the main graph that depend on integer or boolean inputs which no manifest explains."""
+    manifest, types = manifest_of(subject), subject.types(subject.main)
+    known = set()
+    if manifest is not None:
+        known = {info.name for graph in manifest.graphs.values() for info in graph.inputs}
+    free = {
+        info.name
+        for info in required_inputs(subject)
+        if info.name not in known and not (info.name in types and types[info.name].dtype in FLOATS)
+    }
+    for node in subject.main.nodes:
+        if not free.isdisjoint(reads(node)):
+            free.update(name for name in node.output if name)
+    return free
 
 
 def _is_ours(node: NodeProto) -> bool:
