@@ -260,42 +260,43 @@ def ranked(change: str, inputs: str = "") -> Callable[[], onnx.ModelProto]:
 
 
 def routed(order: str = "ascending", chosen: str = "one_hot", gradient: bool = False) -> Any:
-    """Router, dispatch and combine of one layer: ids in the given order, the combine by the given map."""
+    """A router and a combine: rows by expert, expert ids in the given order, the combine by the given map."""
     combine = (
         "[combine] y, dp = ascend.moe.MoeTokenUnpermuteWithRoutingMapGrad <drop_and_pad = 0> "
-        "(x, idx, idx, map, rows, scores)"
+        "(dy, idx, idx, map, rows, scores)"
         if gradient
         else "[combine] y, out_index, token_id, weights = ascend.moe.MoeTokenUnpermuteWithRoutingMap "
         "<drop_and_pad = 0> (rows, idx, map, scores)"
     )
+    gradients, size = (", float[5, 3] dy", 10) if gradient else ("", 5)
 
     def made() -> onnx.ModelProto:
         return parse(
             f"""
-            routed (float[5, 3] x, float[5, 4] scores) => (float[{"10" if gradient else "5"}, 3] y)
-            <int64[1] two = {{2}}, float low = {{-100}}, float[1] none = {{0}}, float[1] some = {{1}}>
+            routed (float[10, 3] rows, float[5, 4] scores{gradients}) => (float[{size}, 3] y)
+            <int64[1] two = {{2}}, int64[1] ten = {{10}}, int64[1] flat = {{-1}}, float low = {{-100}},
+             float[1] none = {{0}}, float[1] some = {{1}}>
             {{
                 values, best = TopK <axis = 1> (scores, two)
-                best_f = Cast <to = 1> (best)
-                ascending_f, places = TopK <axis = 1, largest = 0> (best_f, two)
-                ascending = Cast <to = 6> (ascending_f)
-                as_chosen = Cast <to = 6> (best)
+                as_chosen = Cast <to = 1> (best)
+                ascending, places = TopK <axis = 1, largest = 0> (as_chosen, two)
                 expert, slot = Split <axis = 1, num_outputs = 2> (ascending)
                 twice = Concat <axis = 1> (expert, expert)
+                ids = Identity ({order})
+                ids_flat = Reshape (ids, flat)
+                sorted_ids, slot_of_row = TopK <axis = 0, largest = 0> (ids_flat, ten)
+                slot_of_row_f = Cast <to = 1> (slot_of_row)
+                sorted_slots, row_of_slot = TopK <axis = 0, largest = 0> (slot_of_row_f, ten)
+                idx = Cast <to = 6> (row_of_slot)
+                ids_long = Cast <to = 7> (ids)
                 shape = Shape (scores)
                 nobody = Expand (none, shape)
-                chosen_shape = Shape (best)
+                chosen_shape = Shape (ids)
                 somebody = Expand (some, chosen_shape)
-                marks = ScatterElements <axis = 1> (nobody, best, somebody)
+                marks = ScatterElements <axis = 1> (nobody, ids_long, somebody)
                 one_hot = Cast <to = 9> (marks)
-                mark_once = ScatterElements <axis = 1> (nobody, twice, somebody)
-                once = Cast <to = 9> (mark_once)
                 everybody = Greater (scores, low)
-                ids = Identity ({order})
                 map = Identity ({chosen})
-                [dispatch] rows, idx = ascend.moe.MoeInitRoutingV2 <active_num = 0, expert_capacity = 0,
-                    expert_num = 4, drop_pad_mode = 0, expert_tokens_count_or_cumsum_flag = 0,
-                    expert_tokens_before_capacity_flag = 0> (x, ids)
                 {combine}
             }}
             """,
@@ -369,10 +370,8 @@ MUTATIONS: list[Mutation] = [
          *REFUSED),
     full("MO923", "experts of a token in top-k order", routed(), replaced(routed(order="as_chosen")),
          "MO706", "MO511"),
-    full("MO923", "the same in the backward", routed(gradient=True),
-         replaced(routed(order="as_chosen", gradient=True)), "MO706", "MO511"),
     full("MO925", "experts chosen twice for a token", routed(),
-         replaced(routed(order="twice", chosen="once"))),
+         replaced(routed(order="twice"))),
     full("MO926", "ranks shifted by an input", ranked("Identity (rank)"),
          replaced(ranked("Add (rank, shift)", ", int32 shift"))),
     full("MO924", "twice as many rows as slots", free_rows, twice_the_rows, *REFUSED),

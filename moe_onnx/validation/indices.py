@@ -114,7 +114,7 @@ def indices(subject: Subject) -> Iterator[Outcome]:
     rows: list[tuple[Any, ...]] = []
     free = _by_drawn_integers(subject)
     for watch in watches[:count]:
-        of_drawn = any(name in free for at, name in enumerate(watch.node.input) if watch.is_index(at))
+        of_drawn = any(watch.node.input[at] in free for at in range(len(watch.fetched)) if watch.is_index(at))
         for outcome in _of_node(watch, found, rows):
             if of_drawn and isinstance(outcome, Finding) and outcome.severity == "error":
                 yield DRAWN(outcome.where, found=outcome.found, aclnn=outcome.aclnn_status)
