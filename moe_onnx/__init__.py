@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from moe_onnx.runtime.generate import generate
     from moe_onnx.runtime.train import train
     from moe_onnx.runtime.training_session import TrainingSession
+    from moe_onnx.validation.compare import compare
     from moe_onnx.validation.validate import validate
 
 __version__ = PACKAGE_VERSION
@@ -101,6 +102,7 @@ __all__ = [
     "__version__",
     "add_function_bodies",
     "build_training_graph",
+    "compare",
     "differentiate",
     "function_body",
     "generate",
@@ -138,6 +140,7 @@ _ON_FIRST_USE = {
     "generate": "moe_onnx.runtime.generate",
     "train": "moe_onnx.runtime.train",
     "TrainingSession": "moe_onnx.runtime.training_session",
+    "compare": "moe_onnx.validation.compare",
     "validate": "moe_onnx.validation.validate",
 }
 

@@ -8,6 +8,7 @@ mutations stand in ``broken_<family>.py`` and register here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -19,7 +20,20 @@ import onnx
 import moe_onnx
 from moe_onnx.build.training_graph import TrainingGraph
 
-FAMILIES: tuple[str, ...] = ("broken_full",)
+FAMILIES: tuple[str, ...] = (
+    "broken_external",
+    "broken_versions",
+    "broken_structure",
+    "broken_tensors",
+    "broken_ops",
+    "broken_hazards",
+    "broken_documents",
+    "broken_indices",
+    "broken_targets",
+    "broken_training",
+    "broken_foreign",
+    "broken_full",
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,8 @@ class Mutation:
             the saved model (``model.onnx`` in an empty folder) instead and may return another path.
         level, target, options: What ``validate`` is asked for.
         also: Codes of severity error that may come of it besides ``code``; any other error fails the test.
+        on_disk: See ``break_it``.
+        around: Gives a context that holds while both models are validated: other limits, say.
     """
 
     code: str
@@ -45,6 +61,7 @@ class Mutation:
     options: tuple[tuple[str, Any], ...] = ()
     also: tuple[str, ...] = ()
     on_disk: bool = False
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def id(self) -> str:
@@ -53,11 +70,7 @@ class Mutation:
     def intact(self, folder: Path) -> onnx.ModelProto | Path:
         if not self.on_disk:
             return copy_of(self.base())
-        path = folder / "model.onnx"
-        onnx.save_model(
-            copy_of(self.base()), path, save_as_external_data=True, location="model.data", size_threshold=0
-        )
-        return path
+        return save_on_disk(self.base(), folder / "model.onnx")
 
     def broken(self, folder: Path) -> onnx.ModelProto | Path:
         model = self.intact(folder)
@@ -68,6 +81,15 @@ class Mutation:
 def mutations() -> list[Mutation]:
     """All of all families."""
     return [mutation for name in FAMILIES for mutation in import_module(name).MUTATIONS]
+
+
+def save_on_disk(model: onnx.ModelProto, path: Path) -> Path:
+    """Save a model whose initializers lie in ``model.data`` beside it. (Only raw data can go there.)"""
+    model = copy_of(model)
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor), tensor.name))
+    onnx.save_model(model, path, save_as_external_data=True, location="model.data", size_threshold=0)
+    return path
 
 
 def copy_of(model: onnx.ModelProto) -> onnx.ModelProto:

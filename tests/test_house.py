@@ -128,6 +128,7 @@ def test_public_names() -> None:
         "__version__",
         "add_function_bodies",
         "build_training_graph",
+        "compare",
         "differentiate",
         "function_body",
         "generate",

@@ -20,10 +20,12 @@ def test_a_model_broken_for_one_reason_is_caught_for_it(mutation: Mutation, tmp_
     options = dict(mutation.options)
     for folder in ("intact", "broken"):
         (tmp_path / folder).mkdir()
-    intact = moe_onnx.validate(mutation.intact(tmp_path / "intact"), level=mutation.level, **options)
+    with mutation.around():
+        intact = moe_onnx.validate(mutation.intact(tmp_path / "intact"), level=mutation.level, **options)
     assert mutation.code not in intact.codes, intact.findings
     assert intact.ok, intact.findings
-    report = moe_onnx.validate(mutation.broken(tmp_path / "broken"), level=mutation.level, **options)
+    with mutation.around():
+        report = moe_onnx.validate(mutation.broken(tmp_path / "broken"), level=mutation.level, **options)
     assert mutation.code in report.codes, report.findings
     others = {f.code for f in report.of_severity("error")} - {mutation.code, *mutation.also}
     assert not others, report.findings

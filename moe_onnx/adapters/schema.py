@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import onnx
@@ -36,6 +38,8 @@ ELEM_TYPES = {
     "int8": onnx.TensorProto.INT8,
 }
 DTYPES: dict[int, str] = {int(elem): name for name, elem in ELEM_TYPES.items()}
+# Whether inference goes on past a node that its operator refuses, see `inference_goes_on`.
+_GOES_ON: ContextVar[bool] = ContextVar("moe_onnx_inference_goes_on", default=False)
 _KINDS = {
     "int": OpSchema.AttrType.INT,
     "bool": OpSchema.AttrType.INT,
@@ -109,12 +113,27 @@ def _inference(spec: OpSpec) -> Callable[[InferenceContext], None]:
         try:
             _, outputs = spec.check(inputs, attributes)
         except MoeOnnxError as error:
+            if _GOES_ON.get():
+                return
             raise InferenceError(str(error)) from error
         for i, info in enumerate(outputs[: context.get_num_outputs()]):
             if info is not None and info.dtype:
                 context.set_output_type(i, _type_proto(info))
 
     return infer
+
+
+@contextmanager
+def inference_goes_on() -> Iterator[None]:
+    """Within, a node that its operator refuses has outputs of unknown type, and what follows is inferred.
+
+    Otherwise one such node ends the inference of the whole model, with its operator's message.
+    """
+    token = _GOES_ON.set(True)
+    try:
+        yield
+    finally:
+        _GOES_ON.reset(token)
 
 
 def _input_info(context: InferenceContext, index: int) -> TensorInfo | None:
@@ -130,13 +149,19 @@ def tensor_info(proto: onnx.TypeProto) -> TensorInfo:
     """What a TypeProto says of a tensor; an unsupported dtype keeps its ONNX name, lower case."""
     tensor = proto.tensor_type
     elem = tensor.elem_type
-    dtype = DTYPES.get(elem) or (onnx.TensorProto.DataType.Name(elem).lower() if elem else "")
+    dtype = DTYPES.get(elem) or (elem_name(elem).lower() if elem else "")
     if not tensor.HasField("shape"):
         return TensorInfo(dtype, None)
     shape: Shape = tuple(
         dim.dim_value if dim.HasField("dim_value") else (dim.dim_param or None) for dim in tensor.shape.dim
     )
     return TensorInfo(dtype, shape)
+
+
+def elem_name(elem: int) -> str:
+    """``FLOAT``; files may also hold numbers that no element type has."""
+    known: dict[int, str] = {number: name for name, number in onnx.TensorProto.DataType.items()}
+    return known.get(elem, f"ELEM_TYPE_{elem}")
 
 
 def _type_proto(info: TensorInfo) -> onnx.TypeProto:

@@ -11,8 +11,8 @@ import click
 import moe_onnx
 from moe_onnx.build.recipe import Schedule
 from moe_onnx.build.training_graph import TrainingGraph
-from moe_onnx.cli import graphs, training
-from moe_onnx.cli.commands import show_info, write_cards, write_shelf
+from moe_onnx.cli import graphs, training, validation
+from moe_onnx.cli.commands import show_info, write_cards, write_pages, write_shelf
 from moe_onnx.cli.options import ASSEMBLY, CONSOLE, INTERRUPTED, Commands, build, model_options, recipe_of
 from moe_onnx.errors import OptionError
 from moe_onnx.runtime.data import BIN_DTYPES, TokenDataset
@@ -34,8 +34,9 @@ def main() -> None:
       moe-onnx export --experts 8 --top-k 2 -o model write training graphs
       moe-onnx train model --text book.txt -o run    train them
       moe-onnx info model                            what is in them
+      moe-onnx validate model/grad.onnx --level run  whether they are right
 
-    Exit codes: 0 done, 1 the work failed (a loss that is not finite), 2 wrong usage or input,
+    Exit codes: 0 done, 1 the work failed (a loss that is not finite, errors found), 2 wrong usage or input,
     130 interrupted.
     """  # noqa: D301 (click's mark for text that must not be wrapped)
 
@@ -231,3 +232,26 @@ def shelf(folder: Path, check: bool) -> None:
     """  # noqa: D301
     stale = write_shelf(folder, check=check)
     sys.exit(1 if check and stale else 0)
+
+
+@main.command()
+@click.argument(
+    "folder",
+    default="moe_onnx/validation/pages",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+)
+@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a file is stale.")
+def pages(folder: Path, check: bool) -> None:
+    """Write the generated pages of the codes of moe-onnx validate to FOLDER.
+
+    \b
+    Examples:
+      moe-onnx pages
+      moe-onnx pages --check
+    """  # noqa: D301
+    stale = write_pages(folder, check=check)
+    sys.exit(1 if check and stale else 0)
+
+
+for command in validation.COMMANDS:
+    main.add_command(command)

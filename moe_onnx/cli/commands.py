@@ -1,4 +1,4 @@
-"""What ``moe-onnx info`` (of the installation), ``cards`` and ``shelf`` print."""
+"""What ``moe-onnx info`` (of the installation), ``cards``, ``pages`` and ``shelf`` print."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from moe_onnx.adapters.cards import card_files
 from moe_onnx.adapters.python_ops import SERVED, UNAVAILABLE
 from moe_onnx.cli.shelf import is_fresh, shelf_files
 from moe_onnx.operators import ALL
+from moe_onnx.validation.pages import page_files
 
 _CONSOLE = Console()
 
@@ -52,6 +53,11 @@ def write_cards(folder: Path, *, check: bool) -> list[Path]:
 def write_shelf(folder: Path, *, check: bool) -> list[Path]:
     """Write the stale ones of the recipes' generated files, or only name them; give them."""
     return _write(shelf_files(folder), is_fresh, check)
+
+
+def write_pages(folder: Path, *, check: bool) -> list[Path]:
+    """Write the stale ones of the pages of codes, or only name them; give them."""
+    return _write(page_files(folder), _same_text, check)
 
 
 def _same_text(path: Path, text: str) -> bool:

@@ -4,7 +4,51 @@ from __future__ import annotations
 
 from importlib import import_module
 
-MODULES: tuple[str, ...] = ("gradients", "updates", "indices", "poison")
+MODULES: tuple[str, ...] = (
+    # The file
+    "external",
+    "versions",
+    "structure",
+    "unused",
+    "tensors",
+    # Operators, types, functions
+    "known_ops",
+    "own_ops",
+    "functions",
+    "inference",
+    # What is legal, and wrong or dear all the same
+    "hazards",
+    "pads",
+    "kernels",
+    "costs",
+    # The source documents, and devices
+    "documents",
+    "index_values",
+    "routing_maps",
+    "modes",
+    "target_support",
+    "ub",
+    # Training graphs
+    "training",
+    "training_interface",
+    "training_manifest",
+    "training_companions",
+    "training_reach",
+    "training_gradients",
+    "training_updates",
+    "training_experts",
+    "training_operators",
+    "training_folder",
+    # What exporters lose
+    "foreign",
+    "expert_use",
+    # Level "run"
+    # Level "full"
+    "gradients",
+    "updates",
+    "indices",
+    "poison",
+)
 
 
 def load() -> None:

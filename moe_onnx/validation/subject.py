@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, helper
 
 from moe_onnx.adapters.schema import tensor_info
-from moe_onnx.errors import ModelFileError
+from moe_onnx.errors import ModelFileError, OptionError
 from moe_onnx.spec import TensorInfo
+from moe_onnx.validation.reading import not_text, read_model
 from moe_onnx.validation.types import infer_types
 
 
@@ -30,6 +30,7 @@ class Scope:
         function: The function whose body this is, or holds this subgraph; None outside functions.
         outer: The scope whose names are visible too; None for the main graph and for functions.
         opsets: Opset version by domain, ``""`` for ONNX's own, that nodes here are of.
+        at: Position among the outer nodes of the one that holds this subgraph; -1 where none does.
     """
 
     where: str
@@ -40,6 +41,7 @@ class Scope:
     function: FunctionProto | None
     outer: Scope | None
     opsets: dict[str, int]
+    at: int = -1
 
     @cached_property
     def producers(self) -> dict[str, NodeProto]:
@@ -123,7 +125,7 @@ class Subject:
     def scopes(self) -> list[Scope]:
         """Every scope, the main graph first, outer ones before inner ones, then functions."""
         opsets = {normal_domain(entry.domain): entry.version for entry in self.model.opset_import}
-        found = list(_scopes_of(self.model.graph, "graph", None, None, opsets))
+        found = _with_inner(_scope_of(self.model.graph, "graph", None, None, opsets))
         for function in self.model.functions:
             where = f"function '{function.domain}.{function.name}'"
             own = {normal_domain(entry.domain): entry.version for entry in function.opset_import}
@@ -137,7 +139,7 @@ class Subject:
                 None,
                 own,
             )
-            found += [body, *_inner(body)]
+            found += _with_inner(body)
         return found
 
     @property
@@ -186,27 +188,20 @@ def open_subject(source: ModelProto | str | os.PathLike[str], options: Options) 
 
     Raises:
         ModelFileError: If there is no file, or it is not a model.
+        OptionError: If ``source`` is neither a path nor a model.
     """
     if isinstance(source, ModelProto):
+        if where := not_text(source):
+            raise ModelFileError(f"The model's {where} holds bytes that are no text in UTF-8.")
         return Subject(source, source.graph.name or "model", options=options)
+    if not isinstance(source, (str, os.PathLike)):
+        raise OptionError(
+            f"model must be a path or an onnx.ModelProto, got {type(source).__name__}. "
+            "For bytes give onnx.load_from_string(...)."
+        )
     path = Path(source)
-    if not path.exists():
-        raise ModelFileError(f"'{path}': no such file.")
-    if path.is_dir():
-        inside = ", ".join(sorted(p.name for p in path.glob("*.onnx"))) or "none"
-        raise ModelFileError(f"'{path}' is a folder; give a model file. Models in it: {inside}.")
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except DecodeError:
-        raise ModelFileError(
-            f"'{path}' is no ONNX model: its {path.stat().st_size} bytes are not a whole ModelProto. It may "
-            "have been cut off, or be of another format."
-        ) from None
-    except OSError as error:
-        raise ModelFileError(f"'{path}' cannot be read: {error.strerror or error}.") from None
-    if not model.HasField("graph") and not model.functions:
-        raise ModelFileError(f"'{path}' is no ONNX model: it has no graph.")
-    return Subject(model, str(path), path, path.resolve().parent, options)
+    # External data lies beside the name that was given; it may be a link, as in caches of downloads.
+    return Subject(read_model(path), str(path), path, Path(os.path.abspath(path)).parent, options)
 
 
 def operator_name(node: NodeProto) -> str:
@@ -229,10 +224,15 @@ def subgraphs(node: NodeProto) -> Iterator[tuple[str, GraphProto]]:
             yield f"{attribute.name}[{number}]", graph
 
 
-def _scopes_of(
-    graph: GraphProto, where: str, outer: Scope | None, function: FunctionProto | None, opsets: dict[str, int]
-) -> Iterator[Scope]:
-    scope = Scope(
+def _scope_of(
+    graph: GraphProto,
+    where: str,
+    outer: Scope | None,
+    function: FunctionProto | None,
+    opsets: dict[str, int],
+    at: int = -1,
+) -> Scope:
+    return Scope(
         where,
         list(graph.node),
         [value.name for value in graph.input],
@@ -241,16 +241,23 @@ def _scopes_of(
         function,
         outer,
         opsets,
+        at,
     )
-    yield scope
-    yield from _inner(scope)
 
 
-def _inner(scope: Scope) -> Iterator[Scope]:
-    for node in scope.nodes:
-        for name, graph in subgraphs(node):
-            where = f"{name} of {scope.place(node)}"
-            yield from _scopes_of(graph, where, scope, scope.function, scope.opsets)
+def _with_inner(outermost: Scope) -> list[Scope]:
+    """A scope and all inside it, outer before inner. By a stack: depth of nesting is up to the model."""
+    found, waiting = [], [outermost]
+    while waiting:
+        scope = waiting.pop()
+        found.append(scope)
+        inner = [
+            _scope_of(graph, f"{name} of {scope.place(node)}", scope, scope.function, scope.opsets, at)
+            for at, node in enumerate(scope.nodes)
+            for name, graph in subgraphs(node)
+        ]
+        waiting += reversed(inner)
+    return found
 
 
 def _types_of(scope: Scope) -> dict[str, TensorInfo]:

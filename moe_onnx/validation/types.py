@@ -2,22 +2,115 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import onnx
 import onnx.shape_inference
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
+from moe_onnx.adapters.schema import inference_goes_on
+
 _SMALL = 1024  # elements; what inference may want to read: sizes, axes
+_MOST_NODES = 5_000_000  # that inference is left alone with
+_LONGEST_VECTOR = 2**20  # that onnx may hold as sizes
 
 
 def infer_types(model: ModelProto) -> tuple[ModelProto, str]:
     """A light copy with all types and shapes that onnx can tell, and what inference stopped at, or ``""``."""
-    light = light_copy(model)
     try:
-        return onnx.shape_inference.infer_shapes(light, data_prop=True), ""
+        light, stopped = light_copy(model), endless(model)
+    except RecursionError:  # only models that were made in memory; no reader takes such a file
+        return model, "subgraphs are nested too deeply"
+    if stopped:
+        return light, stopped
+    _blunt(light)
+    data = propagates(light)
+    # A node that an operator of this package refuses need not cost the others their types.
+    try:
+        with inference_goes_on():
+            return onnx.shape_inference.infer_shapes(light, data_prop=data), ""
     except Exception as error:  # RuntimeError, TypeError, ValueError and classes of onnx's own
         return light, str(error)
+
+
+def propagates(model: ModelProto) -> bool:
+    """Whether inference may be asked to propagate data.
+
+    In functions onnx (1.23) then holds every element of a vector as a size: 2 microseconds and 270 bytes
+    each, which 2^31 of them have nobody room for.
+    """
+    if not model.functions:
+        return True
+    values = [*model.graph.input, *model.graph.output, *model.graph.value_info]
+    shapes = [value.type.tensor_type.shape.dim for value in values]
+    vectors = [shape[0].dim_value for shape in shapes if len(shape) == 1]
+    vectors += [tensor.dims[0] for tensor in model.graph.initializer if len(tensor.dims) == 1]
+    return max(vectors, default=0) <= _LONGEST_VECTOR
+
+
+def endless(model: ModelProto) -> str:
+    """Why inference would not come to an end, or ``""``.
+
+    Inference walks through a function's body at each call: without end where a function calls itself (onnx
+    1.19 ends the process by that), and for hours where each of forty functions calls the next one twice.
+    """
+    bodies = {(f.domain, f.name): list(_calls(f.node)) for f in model.functions}
+    sizes: dict[tuple[str, str], int] = {}
+    for start in bodies:
+        path = [(start, iter(bodies[start]))] if start not in sizes else []
+        above = {start}
+        while path:
+            name, calls = path[-1]
+            inner = next((call for call in calls if call in bodies and call not in sizes), None)
+            if inner is None:
+                sizes[name] = min(sum(1 + sizes.get(call, 0) for call in bodies[name]), _MOST_NODES)
+                path.pop()
+                above.discard(name)
+            elif inner in above:
+                return f"function '{inner[0]}.{inner[1]}' calls itself"
+            else:
+                path.append((inner, iter(bodies[inner])))
+                above.add(inner)
+    if sum(1 + sizes.get(call, 0) for call in _calls(model.graph.node)) > _MOST_NODES:
+        return f"with its functions' bodies the model has more than {_MOST_NODES} nodes"
+    return ""
+
+
+def ends_inference(node: NodeProto) -> bool:
+    """Whether inference of a node's types ends the process, or takes memory without end.
+
+    onnx 1.23.2 checks no bounds where a Split has more outputs than its ``num_outputs``: it aborts.
+    """
+    if node.op_type != "Split" or node.domain not in ("", "ai.onnx"):
+        return False
+    given = [attribute.i for attribute in node.attribute if attribute.name == "num_outputs"]
+    return any(count > 0 and count != len(node.output) for count in given)
+
+
+def _blunt(model: ModelProto) -> None:
+    """Take from a copy what inference does not survive; a check says what is wrong with it."""
+    for node in _nodes([*model.graph.node, *(node for f in model.functions for node in f.node)]):
+        if ends_inference(node):
+            for attribute in [one for one in node.attribute if one.name == "num_outputs"]:
+                node.attribute.remove(attribute)
+
+
+def _calls(nodes: Iterable[NodeProto]) -> Iterator[tuple[str, str]]:
+    """What nodes call, those in their subgraphs too."""
+    for node in _nodes(nodes):
+        yield node.domain, node.op_type
+
+
+def _nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for attribute in node.attribute:
+            waiting += attribute.g.node
+            for graph in attribute.graphs:
+                waiting += graph.node
 
 
 def light_copy(model: ModelProto) -> ModelProto:
@@ -51,14 +144,16 @@ def _copy_node(node: NodeProto, copy: NodeProto) -> None:
             continue
         for attribute in value:
             made = copy.attribute.add()
-            if attribute.type == AttributeProto.GRAPH:
-                made.name, made.type = attribute.name, attribute.type
-                _copy_graph(attribute.g, made.g)
-            elif attribute.type == AttributeProto.TENSOR:
-                made.name, made.type = attribute.name, attribute.type
-                _copy_tensor(attribute.t, made.t)
-            else:
+            if attribute.type not in (AttributeProto.GRAPH, AttributeProto.GRAPHS, AttributeProto.TENSOR):
                 made.CopyFrom(attribute)
+                continue
+            made.name, made.type = attribute.name, attribute.type
+            if attribute.type == AttributeProto.GRAPH:
+                _copy_graph(attribute.g, made.g)
+            if attribute.type == AttributeProto.TENSOR:
+                _copy_tensor(attribute.t, made.t)
+            for graph in attribute.graphs:
+                _copy_graph(graph, made.graphs.add())
 
 
 def _copy_tensor(tensor: TensorProto, copy: TensorProto) -> None:

@@ -1,0 +1,40 @@
+"""Many findings of one kind and cause become one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from moe_onnx.validation.findings import Finding, Outcome
+
+
+def collapsed(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+    """Findings that say the same of many places as one, at the first place; everything else as it is."""
+    groups: dict[tuple[str, str, str, str], list[Finding]] = {}
+    for outcome in outcomes:
+        if isinstance(outcome, Finding):
+            key = outcome.code, outcome.found, outcome.expected, outcome.mend
+            groups.setdefault(key, []).append(outcome)
+        else:
+            yield outcome
+    for first, *more in groups.values():
+        yield replace(first, where=f"{first.where} and {len(more)} more") if more else first
+
+
+def first_few(found: Iterable[Outcome], most: int = 3) -> Iterator[Outcome]:
+    """The first findings of each code; the last of them says how many more there are."""
+    last: dict[str, Finding] = {}
+    counts: Counter[str] = Counter()
+    for outcome in found:
+        if not isinstance(outcome, Finding):
+            yield outcome
+            continue
+        counts[outcome.code] += 1
+        if counts[outcome.code] < most:
+            yield outcome
+        elif counts[outcome.code] == most:
+            last[outcome.code] = outcome
+    for name, outcome in last.items():
+        more = counts[name] - most
+        yield replace(outcome, found=f"{outcome.found}; and {more} more like it") if more else outcome

@@ -1,0 +1,151 @@
+"""Tensors by name out of .npy, .npz, .safetensors and .pt files, and of folders of them.
+
+Arrays are read when they are asked for, one at a time; .npy and .safetensors are memory-mapped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (numpy learns bfloat16 by it)
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from moe_onnx.errors import DataError
+
+SUFFIXES = (".npy", ".npz", ".safetensors", ".pt")
+META = "__meta__"  # an entry of our own .npz files that is no tensor
+
+Array = NDArray[Any]
+Reader = Callable[[], Array]
+
+
+def tensors(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Reader]:
+    """What reads each tensor of a file, of a folder, or of a mapping of arrays, by name.
+
+    In a folder, a tensor is called after its file's path in it without the suffix, followed by ``/`` and
+    its own name where the file holds more than one.
+
+    Raises:
+        DataError: If there is nothing to read, or a file is not what its suffix says.
+    """
+    if isinstance(source, Mapping):
+        return {name: partial(np.asarray, value) for name, value in source.items()}
+    path = Path(source)
+    if not path.exists():
+        raise DataError(f"'{path}': no such file or folder.")
+    if not path.is_dir():
+        return _of_file(path)
+    found: dict[str, Reader] = {}
+    for file in sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file()):
+        stem = file.relative_to(path).with_suffix("").as_posix()
+        inside = _of_file(file)
+        for name, reader in inside.items():
+            full = stem if len(inside) == 1 and file.suffix in (".npy", ".pt") else f"{stem}/{name}"
+            if full in found:
+                raise DataError(f"'{path}': two files hold a tensor '{full}'; give them one at a time.")
+            found[full] = reader
+    if not found:
+        raise DataError(f"'{path}' holds no tensors: no file in it ends in {', '.join(SUFFIXES)}.")
+    return found
+
+
+def _of_file(path: Path) -> dict[str, Reader]:
+    readers = {".npy": _npy, ".npz": _npz, ".safetensors": _safetensors, ".pt": _pt}
+    if path.suffix not in readers:
+        raise DataError(f"'{path}': its name must end in {', '.join(SUFFIXES)} to say what it holds.")
+    try:
+        return readers[path.suffix](path)
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, SafetensorError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"'{path}' cannot be read as {path.suffix}: {error}") from error
+
+
+def _npy(path: Path) -> dict[str, Reader]:
+    array = np.lib.format.open_memmap(path, mode="r")  # refuses pickled objects
+    return {path.stem: lambda: array}
+
+
+def _npz(path: Path) -> dict[str, Reader]:
+    with _open_npz(path) as file:
+        names = [name for name in file.files if name != META]
+        dtypes = _npz_dtypes(file)
+
+    def reader(name: str) -> Reader:
+        def read() -> Array:
+            with _open_npz(path) as file:
+                array: Array = file[name]
+            return array.view(dtypes[name]) if name in dtypes else array
+
+        return read
+
+    return {name: reader(name) for name in names}
+
+
+def _open_npz(path: Path) -> Any:
+    if not zipfile.is_zipfile(path):  # np.load would take other formats, and leave the file open
+        raise DataError(f"'{path}' cannot be read as .npz: it is no zip archive, or was cut off.")
+    return np.load(path, allow_pickle=False)
+
+
+def _npz_dtypes(file: Any) -> dict[str, str]:
+    """Dtypes that numpy's format has no name for, from our own meta entry."""
+    if META not in file.files:
+        return {}
+    meta = json.loads(str(file[META][()]))
+    return dict(meta.get("dtypes", {})) if isinstance(meta, dict) else {}
+
+
+def _safetensors(path: Path) -> dict[str, Reader]:
+    with safe_open(path, framework="numpy") as file:
+        names = list(file.keys())
+
+    def reader(name: str) -> Reader:
+        def read() -> Array:
+            with safe_open(path, framework="numpy") as file:
+                array: Array = file.get_tensor(name)
+            return array
+
+        return read
+
+    return {name: reader(name) for name in names}
+
+
+def _pt(path: Path) -> dict[str, Reader]:
+    try:
+        import torch
+    except ImportError:
+        raise DataError(
+            f"'{path}' needs torch, which is not installed (pip install torch). Or save it as .npy or "
+            ".safetensors where it is."
+        ) from None
+    try:
+        # weights_only: a file of tensors must not run code.
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=False)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise DataError(f"'{path}' cannot be read as tensors: {error}") from error
+    found = loaded if isinstance(loaded, Mapping) else {path.stem: loaded}
+    wrong = [str(name) for name, value in found.items() if not isinstance(value, torch.Tensor)]
+    if wrong:
+        raise DataError(f"'{path}': {', '.join(wrong[:5])} are not tensors.")
+
+    def reader(value: Any) -> Reader:
+        def read() -> Array:
+            tensor = value.detach().contiguous()
+            if tensor.dtype == torch.bfloat16:
+                array: Array = tensor.view(torch.int16).numpy().view("bfloat16")
+                return array
+            return tensor.numpy()  # type: ignore[no-any-return]
+
+        return read
+
+    return {str(name): reader(value) for name, value in found.items()}

@@ -1,0 +1,65 @@
+"""No false alarms: what is sound is found sound, ours or not, optimised by onnxruntime or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import onnxruntime
+import pytest
+
+import moe_onnx
+from moe_onnx.build.presets import PRESETS
+from moe_onnx.build.recipe import recipe_from_dict, recipe_tables
+from moe_onnx.build.training_graph import TrainingGraph
+
+DATA = Path(onnx.__file__).parent / "backend" / "test" / "data"
+# Models of onnx's own backend test: other exporters, old opsets and IR versions, subgraphs, sequences,
+# optional values, strings. The two with operators of ai.onnx.preview.training run nowhere.
+FOREIGN = [
+    *sorted(DATA.glob("light/*.onnx")),
+    *(path for path in sorted(DATA.glob("simple/*/model.onnx")) if "gradient" not in str(path)),
+    *sorted(DATA.glob("pytorch-converted/*/model.onnx"))[::8],
+]
+ASSEMBLIES = "step+grad+apply+eval+forward"
+
+
+def alarms(report: object) -> list[str]:
+    return [str(finding) for finding in report if finding.severity != "note"]  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module", params=sorted(PRESETS))
+def recipe_graph(request: pytest.FixtureRequest) -> TrainingGraph:
+    recipe = recipe_from_dict(recipe_tables(request.param), request.param)
+    return moe_onnx.build_training_graph(recipe.config, assembly=ASSEMBLIES, optimizer=recipe.optimizer)
+
+
+def test_recipes(recipe_graph: TrainingGraph, tmp_path: Path) -> None:
+    recipe_graph.save(tmp_path)
+    for name, model in recipe_graph.models.items():
+        assert not alarms(moe_onnx.validate(model)), name
+        assert not alarms(moe_onnx.validate(tmp_path / f"{name}.onnx", target="ascend910b")), name
+
+
+def test_what_onnxruntime_saves_of_recipes(recipe_graph: TrainingGraph, tmp_path: Path) -> None:
+    """It fuses nodes into operators of com.microsoft, imports domains nobody uses, inlines functions."""
+    recipe_graph.save(tmp_path)
+    for name, optimise in (("grad", "ENABLE_EXTENDED"), ("apply", "ENABLE_ALL"), ("forward", "ENABLE_BASIC")):
+        options = moe_onnx.register(onnxruntime.SessionOptions())
+        options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_{optimise}")
+        options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3  # that a saved model is only for this machine is known
+        onnxruntime.InferenceSession(tmp_path / f"{name}.onnx", options)
+        assert not alarms(moe_onnx.validate(tmp_path / "optimised.onnx")), name
+
+
+@pytest.mark.parametrize(
+    "path", FOREIGN, ids=lambda path: "-".join(path.parts[-3:]).removesuffix("-model.onnx")
+)
+def test_foreign_models(path: Path) -> None:
+    assert not alarms(moe_onnx.validate(path))
+
+
+def test_there_are_enough_foreign_models() -> None:
+    assert len(FOREIGN) >= 30
