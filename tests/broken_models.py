@@ -33,6 +33,7 @@ FAMILIES: tuple[str, ...] = (
     "broken_training",
     "broken_foreign",
     "broken_run",
+    "broken_full",
 )
 
 

@@ -5,12 +5,15 @@ In float32 a finite difference of a deep graph says little; lifted, it is right 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import onnx
 from onnx import (
     AttributeProto,
+    FunctionProto,
     GraphProto,
     ModelProto,
     NodeProto,
@@ -32,7 +35,9 @@ def to_float64(model: ModelProto) -> ModelProto:
     """A copy of a model with double precision wherever it had float32.
 
     Inputs, outputs, constants and casts change their type; float32 constants keep their values.
-    Function bodies of ``ascend.moe`` operators serve every float type and stay as they are.
+    Function bodies of ``ascend.moe`` operators serve every float type and stay as they are. ``Erf``,
+    ``Gelu`` and ``Softplus``, of which onnxruntime has no double kernels, become functions of the model,
+    right to 1e-14.
 
     Raises:
         ModelError: If the model holds 16-bit floats, whose rounding a lifted graph would not have, or
@@ -46,6 +51,7 @@ def to_float64(model: ModelProto) -> ModelProto:
             _lift_nodes(function.node)
             for value in function.value_info:
                 _lift_type(value.type, value.name)
+    _replace_missing(lifted)
     return lifted
 
 
@@ -110,3 +116,98 @@ def _refuse_16_bits(elem_type: int, name: str) -> None:
             f"to_float64: '{name}' is {TensorProto.DataType.Name(elem_type)}; only float32 models can be "
             "lifted."
         )
+
+
+# erf(x) = 2 / sqrt(pi) * integral from 0 to 1 of x exp(-(x u)^2) du, by Gauss and Legendre. Beyond 6 it is
+# 1 in double precision.
+_OWN, _ERF_POINTS = "moe_onnx.float64", 24
+_MISSING = ("Erf", "Gelu", "Softplus")
+
+
+def _replace_missing(model: ModelProto) -> None:
+    opset = next((e.version for e in model.opset_import if e.domain in ("", "ai.onnx")), 0)
+    found = _move_missing(model.graph.node)
+    for function in model.functions:
+        if function.domain != DOMAIN and _move_missing(function.node):
+            found = True
+            function.opset_import.append(helper.make_opsetid(_OWN, 1))
+    if found:
+        model.opset_import.append(helper.make_opsetid(_OWN, 1))
+        model.functions.extend([_erf(opset), _gelu(opset), _softplus(opset)])
+        model.ir_version = max(model.ir_version, 8)  # the first with functions
+
+
+def _move_missing(nodes: Iterable[NodeProto]) -> bool:
+    found = False
+    for node in nodes:
+        by_tanh = any(a.name == "approximate" and a.s == b"tanh" for a in node.attribute)
+        if node.domain in ("", "ai.onnx") and node.op_type in _MISSING and not by_tanh:
+            node.domain = _OWN
+            del node.attribute[:]
+            found = True
+        for attr in node.attribute:
+            for graph in [attr.g] if attr.type == AttributeProto.GRAPH else attr.graphs:
+                found = _move_missing(graph.node) or found
+    return found
+
+
+def _gelu(opset: int) -> FunctionProto:
+    nodes = _constants(scale=np.float64(math.sqrt(0.5)), half=np.float64(0.5), one=np.float64(1))
+    nodes += _steps(("Mul", ["x", "scale"], "scaled"))
+    nodes.append(helper.make_node("Erf", ["scaled"], ["erf"], domain=_OWN))
+    nodes += _steps(
+        ("Add", ["erf", "one"], "raised"), ("Mul", ["x", "half"], "part"), ("Mul", ["part", "raised"], "y")
+    )
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid(_OWN, 1)]
+    return helper.make_function(_OWN, "Gelu", ["x"], ["y"], nodes, imports)
+
+
+def _softplus(opset: int) -> FunctionProto:
+    nodes = _constants(zero=np.float64(0), one=np.float64(1))
+    nodes += _steps(
+        ("Max", ["x", "zero"], "positive"),
+        ("Abs", ["x"], "size"),
+        ("Neg", ["size"], "power"),
+        ("Exp", ["power"], "small"),
+        ("Add", ["small", "one"], "sum"),
+        ("Log", ["sum"], "rest"),
+        ("Add", ["positive", "rest"], "y"),
+    )
+    return helper.make_function(_OWN, "Softplus", ["x"], ["y"], nodes, [helper.make_opsetid("", opset)])
+
+
+def _erf(opset: int) -> FunctionProto:
+    points, weights = np.polynomial.legendre.leggauss(_ERF_POINTS)
+    nodes = _constants(
+        points=-(((points + 1) / 2) ** 2),
+        weights=weights / math.sqrt(math.pi),
+        low=np.float64(-6),
+        high=np.float64(6),
+        one=np.array([1]),
+    )
+    nodes += _steps(
+        ("Max", ["x", "low"], "raised"),
+        ("Min", ["raised", "high"], "bounded"),
+        ("Mul", ["bounded", "bounded"], "square"),
+        ("Shape", ["square"], "shape"),
+    )
+    nodes.append(helper.make_node("Concat", ["shape", "one"], ["wide_shape"], axis=0))
+    nodes += _steps(
+        ("Reshape", ["square", "wide_shape"], "wide"),
+        ("Mul", ["wide", "points"], "power"),
+        ("Exp", ["power"], "height"),
+        ("MatMul", ["height", "weights"], "mean"),
+        ("Mul", ["bounded", "mean"], "y"),
+    )
+    return helper.make_function(_OWN, "Erf", ["x"], ["y"], nodes, [helper.make_opsetid("", opset)])
+
+
+def _constants(**values: np.ndarray[Any, Any] | np.float64) -> list[NodeProto]:
+    return [
+        helper.make_node("Constant", [], [name], value=numpy_helper.from_array(np.asarray(value)))
+        for name, value in values.items()
+    ]
+
+
+def _steps(*steps: tuple[str, list[str], str]) -> list[NodeProto]:
+    return [helper.make_node(op, inputs, [output]) for op, inputs, output in steps]

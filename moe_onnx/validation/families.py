@@ -48,6 +48,10 @@ MODULES: tuple[str, ...] = (
     "batches",
     "cost",
     # Level "full"
+    "gradients",
+    "updates",
+    "indices",
+    "poison",
 )
 
 
