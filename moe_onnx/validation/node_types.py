@@ -29,7 +29,7 @@ from moe_onnx.validation.type_protos import (
     sizes,
     types_in,
 )
-from moe_onnx.validation.types import ends_inference
+from moe_onnx.validation.types import endless, ends_inference, propagates
 
 _NOISE = re.compile(r"\[(Shape|Type)InferenceError\]\s*|\(op_type:\w+[^)]*\):\s*|Inference error\(s\):\s*")
 # What onnx says where types are not known: of inputs, and of outputs of subgraphs, which it does not infer.
@@ -205,9 +205,12 @@ def whole_model_problem(subject: Subject) -> Problem | None:
     values = (*graph.input, *graph.value_info, *graph.output)
     if not sizes_known or any(has_negative(value.type) for value in values):
         return None  # onnx takes -1 for a size, everybody else for an unknown one
+    light = subject.inferred[0]
+    if endless(light) or not propagates(light):
+        return None
     try:
         with inference_goes_on():  # past nodes of this package, whose findings are of own_ops
-            onnx.shape_inference.infer_shapes(subject.inferred[0], strict_mode=True, data_prop=True)
+            onnx.shape_inference.infer_shapes(light, strict_mode=True, data_prop=True)
     except onnx.shape_inference.InferenceError as error:
         message = str(error)
         # An error in the function that defines an operator of ONNX is an affair of onnx.

@@ -37,11 +37,9 @@ def infer_types(model: ModelProto) -> tuple[ModelProto, str]:
 def propagates(model: ModelProto) -> bool:
     """Whether inference may be asked to propagate data.
 
-    In functions onnx (1.23) then holds every element of a vector as a size: 2 microseconds and 270 bytes
-    each, which 2^31 of them have nobody room for.
+    onnx (1.23) may then hold every element of a vector as a size, in functions among others: 2 microseconds
+    and 270 bytes each, which nobody has the time and room for where there are 2^31 of them.
     """
-    if not model.functions:
-        return True
     values = [*model.graph.input, *model.graph.output, *model.graph.value_info]
     shapes = [value.type.tensor_type.shape.dim for value in values]
     vectors = [shape[0].dim_value for shape in shapes if len(shape) == 1]
