@@ -187,7 +187,10 @@ MUTATIONS = [
     _plain("MO201", "two nodes make one value", break_it=add("Neg", ["x"], "product")),
     _plain("MO201", "a node makes an input", break_it=_named_like_the_input, also=("MO204",)),
     _plain(
-        "MO201", "a node makes an initializer", break_it=add("Neg", ["bias"], "weight", at=0), also=("MO204",)
+        "MO201",
+        "a node makes an initializer",
+        break_it=add("Neg", ["bias"], "weight", at=0),
+        also=("MO204", "MO321"),
     ),
     _plain("MO201", "one initializer twice", break_it=_same_initializer),
     _plain("MO201", "one input twice", break_it=_same_input),
@@ -198,7 +201,7 @@ MUTATIONS = [
     _function(
         "MO201", "two nodes of a function make one value", break_it=makes("second", "c"), also=("MO202",)
     ),
-    _function("MO201", "a function's output twice", break_it=_outputs("b", "b")),
+    _function("MO201", "a function's output twice", break_it=_outputs("b", "b"), also=("MO321",)),
     _plain("MO202", "a misspelt input", break_it=reads("shift", "produkt", "bias")),
     _plain("MO202", "a node taken away", break_it=without("project")),
     _nested("MO202", "a misspelt input in a branch", break_it=reads("second", "r", "bb")),
