@@ -192,8 +192,8 @@ BY_NAME: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 MUTATIONS = [
     *(
-        # Other checks may see that the dtype is not what the nodes take.
-        Mutation(code, name, two_weights, break_it, on_disk=True, also=("MO321",))
+        # A dtype that is none of the nodes' is seen by others too.
+        Mutation(code, name, two_weights, break_it, on_disk=True, also=("MO306", "MO321", "MO404"))
         for name, (code, break_it) in BY_NAME.items()
     ),
     Mutation("MO106", "a constant in a branch without a location", _by_attribute, _attribute_elsewhere),

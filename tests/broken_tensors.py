@@ -94,7 +94,7 @@ SIZES: dict[str, Callable[[ModelProto], None]] = {
 MUTATIONS = [
     *(
         # Other checks may see that the dtype is not what the nodes take.
-        Mutation("MO221", name, plain_model, break_it, also=("MO321", "MO322", "MO305", "MO306"))
+        Mutation("MO221", name, plain_model, break_it, also=("MO306", "MO321", "MO322"))
         for name, break_it in SIZES.items()
     ),
     Mutation("MO221", "a constant with a value too many", constant_model, _constant),
@@ -106,7 +106,9 @@ MUTATIONS = [
     Mutation("MO222", "a negative dim", plain_model, weight(dims=[-4, 3], raw_data=RAW)),
     Mutation("MO223", "floats in int64_data", plain_model, weight(int64_data=[1] * 12)),
     Mutation("MO223", "data twice", plain_model, weight(raw_data=RAW, float_data=[1] * 12)),
-    Mutation("MO223", "strings as bytes", plain_model, weight(data_type=8, raw_data=RAW), also=("MO321",)),
+    Mutation(
+        "MO223", "strings as bytes", plain_model, weight(data_type=8, raw_data=RAW), also=("MO306", "MO321")
+    ),
     Mutation("MO224", "more than fits into a file", plain_model, _bias(40), around=small_limit),
     Mutation("MO225", "nearly more than fits into a file", plain_model, _bias(31), around=small_limit),
 ]

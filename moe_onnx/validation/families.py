@@ -27,6 +27,7 @@ MODULES: tuple[str, ...] = (
     "routing_maps",
     "modes",
     "target_support",
+    "target_sizes",
     "ub",
     # Training graphs
     "training",
