@@ -32,6 +32,7 @@ MODULES: tuple[str, ...] = (
     # Level "run"
     "run",
     "comparisons",
+    "free_axes",
     "batches",
     "cost",
     # Level "full"
