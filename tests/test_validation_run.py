@@ -261,7 +261,7 @@ def layer_model() -> onnx.ModelProto:
 def test_a_layer_with_experts_is_clean_by_every_route() -> None:
     report = run(layer_model())
     assert not own(report), report.findings
-    families = ("run.", "comparisons.", "batches.", "cost.")
+    families = ("run.", "comparisons.", "free_axes.", "batches.", "cost.")
     assert not [check for check in report.checks if check.skipped and check.name.startswith(families)]
     bars = [figure for figure in report.figures if isinstance(figure, Bars)]
     assert bars[0].labels == ("python, 1 thread", "body, 1 thread", "plain, 1 thread", "python, 2 threads")

@@ -46,6 +46,7 @@ MODULES: tuple[str, ...] = (
     # Level "run"
     "run",
     "comparisons",
+    "free_axes",
     "batches",
     "cost",
     # Level "full"

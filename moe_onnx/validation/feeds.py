@@ -76,8 +76,7 @@ def free_sizes(subject: Subject) -> dict[str, int]:
             if isinstance(dim, str):
                 found.setdefault(dim, _SIZES.get(dim, SMALL))
     if (manifest := manifest_of(subject)) is not None:
-        rows = manifest.dispatch.get("expert_capacity", 0)
-        fewest = rows if isinstance(rows, int) else 0
+        fewest = fewest_tokens(manifest)
         if "batch" in found and "sequence" in found:
             found["sequence"] = max(found["sequence"], -(-fewest // found["batch"]))
             if "tokens" in found:
@@ -85,6 +84,12 @@ def free_sizes(subject: Subject) -> dict[str, int]:
         elif "tokens" in found:
             found["tokens"] = max(7, fewest)
     return found
+
+
+def fewest_tokens(manifest: Manifest) -> int:
+    """How many tokens a batch must have: each expert has rows for as many."""
+    rows = manifest.dispatch.get("expert_capacity", 0)
+    return rows if isinstance(rows, int) else 0
 
 
 def manifest_of(subject: Subject) -> Manifest | None:
