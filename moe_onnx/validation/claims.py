@@ -11,7 +11,8 @@ from onnx import TensorProto
 from moe_onnx.build.manifest import Manifest, ParameterInfo
 from moe_onnx.build.optimizers import SGD, Optimizer, optimizer_from_dict
 from moe_onnx.errors import MoeOnnxError
-from moe_onnx.validation.feeds import Array, manifest_of, required_inputs
+from moe_onnx.validation.drawing import Array, required_inputs
+from moe_onnx.validation.feeds import manifest_of
 from moe_onnx.validation.findings import Skipped
 from moe_onnx.validation.subject import Subject
 from moe_onnx.validation.uses import Uses

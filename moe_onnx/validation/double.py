@@ -13,7 +13,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from moe_onnx.rewrite.to_float64 import to_float64
 from moe_onnx.validation.cuts import line, session_of
-from moe_onnx.validation.feeds import Array
+from moe_onnx.validation.drawing import Array
 from moe_onnx.validation.findings import Skipped
 from moe_onnx.validation.lively import Arrays, is_too_large, lively_feeds
 from moe_onnx.validation.subject import Subject, normal_domain

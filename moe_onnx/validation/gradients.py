@@ -10,7 +10,7 @@ import numpy as np
 from moe_onnx.validation.claims import LOSS, Claim, claims_of
 from moe_onnx.validation.cuts import line
 from moe_onnx.validation.double import Lifted, lift, same
-from moe_onnx.validation.feeds import Array
+from moe_onnx.validation.drawing import Array
 from moe_onnx.validation.findings import Bars, Finding, Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject

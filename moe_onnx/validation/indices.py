@@ -14,7 +14,8 @@ from moe_onnx.operators import BY_NAME
 from moe_onnx.operators._groups import group_starts
 from moe_onnx.spec import DOMAIN, FLOATS, INDICES, MAPS, OpSpec
 from moe_onnx.validation.cuts import cut, line, reads, session_of
-from moe_onnx.validation.feeds import Array, manifest_of, required_inputs
+from moe_onnx.validation.drawing import Array, required_inputs
+from moe_onnx.validation.feeds import manifest_of
 from moe_onnx.validation.findings import Finding, Outcome, Skipped, Table
 from moe_onnx.validation.lively import Arrays, is_too_large, lively_feeds
 from moe_onnx.validation.registry import check, code

@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from moe_onnx.validation.feeds import Array, draw_feeds, fed_bytes, free_sizes, manifest_of
+from moe_onnx.validation.drawing import Array
+from moe_onnx.validation.feeds import draw_feeds, fed_bytes, free_sizes, manifest_of
 from moe_onnx.validation.findings import Skipped
 from moe_onnx.validation.subject import Subject
 

@@ -13,7 +13,7 @@ from onnx import AttributeProto, FunctionProto, ModelProto, NodeProto, TensorPro
 from moe_onnx.operators import BY_NAME
 from moe_onnx.spec import DOMAIN
 from moe_onnx.validation.cuts import line, session_of
-from moe_onnx.validation.feeds import Array
+from moe_onnx.validation.drawing import Array
 from moe_onnx.validation.findings import Outcome, Skipped
 from moe_onnx.validation.lively import Arrays, is_too_large, lively_feeds
 from moe_onnx.validation.registry import check, code

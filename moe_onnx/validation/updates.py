@@ -11,7 +11,8 @@ from moe_onnx.build.manifest import Manifest, ParameterInfo
 from moe_onnx.build.optimizers import SGD, AdamW, Optimizer
 from moe_onnx.validation.claims import claims_of, clip_of, optimizer_of
 from moe_onnx.validation.double import lift
-from moe_onnx.validation.feeds import Array, manifest_of
+from moe_onnx.validation.drawing import Array
+from moe_onnx.validation.feeds import manifest_of
 from moe_onnx.validation.findings import Bars, Outcome, Skipped
 from moe_onnx.validation.lively import Arrays
 from moe_onnx.validation.registry import check, code
