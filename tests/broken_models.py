@@ -25,10 +25,12 @@ FAMILIES: tuple[str, ...] = (
     "broken_versions",
     "broken_structure",
     "broken_tensors",
+    "broken_ops",
+    "broken_hazards",
     "broken_documents",
     "broken_indices",
     "broken_targets",
-    "broken_hazards",
+    "broken_training",
     "broken_foreign",
 )
 

@@ -15,6 +15,7 @@ from broken_documents import (
     combine_grad,
     combine_grad_padded,
     dispatch,
+    dispatch_padded,
     dtype,
     finalize_grad,
     grad,
@@ -22,8 +23,10 @@ from broken_documents import (
     permute,
     permute_grad,
     shape,
+    text,
     without,
 )
+from broken_indices import constant, values
 from broken_models import Mutation, plain_model
 
 T = onnx.TensorProto
@@ -34,6 +37,23 @@ def another(model: Callable[[], Model]) -> Break:
     """Not the plain model but this one."""
     return lambda plain: model()
 
+
+_ROWS = [0, 5, 1, 3, 4, 6, 2, 7]
+_WHERE = "kept = Where (here, index, other) same = Identity (kept)"
+
+
+def _where(other: int) -> Callable[[], Model]:
+    """A combine and its gradient, whose row indices are chosen by a condition."""
+    return text(
+        "(float[8, 2] rows, bool[8] here, int32[8] index, bool[4, 3] map, float[4, 3] probs)"
+        " => (float[t, h] y)",
+        f"{_WHERE} [op] y, place, token, w = ascend.moe.MoeTokenUnpermuteWithRoutingMap <drop_and_pad = 0>"
+        " (rows, same, map, probs)",
+        f"<int32 other = {{{other}}}>",
+    )
+
+
+where, where_minus_one = _where(0), _where(-1)
 
 _TARGETS: list[tuple[str, str, Callable[[], Model], Break, dict[str, Any]]] = [
     ("MO531", "operator of this package", plain_model, another(grouped), A2),
@@ -61,6 +81,12 @@ _TARGETS: list[tuple[str, str, Callable[[], Model], Break, dict[str, Any]]] = [
         shape(map=(4, 600), probs=(4, 600)), attribute(num_out_tokens=2048)), A2),
     ("MO538", "512 experts of a token in the combine", combine, shape(
         index=(2048,), rows=(2048, 2), map=(4, 600), probs=(4, 600)), A2),
+    ("MO538", "capacity of all tokens", dispatch_padded, attribute(expert_capacity=4), A2),
+    ("MO539", "slot without a row in the combine", constant(combine, index=_ROWS),
+     values(index=[*_ROWS[:7], -1]), A2),
+    ("MO539", "slot without a row in its gradient", constant(combine_grad, index=_ROWS),
+     values(index=[*_ROWS[:7], -1]), NEWEST),
+    ("MO539", "slots of dropped rows", where, another(where_minus_one), A3),
     # By hand: float32, t = p = 4: (UB - 1024 - 2048 - 36) / 5 experts; (UB - 2080) / 24 * 512 elements.
     ("MO551", "38649 experts in float32", combine_grad, shape(map=(4, 38649), probs=(4, 38649)), A2),
     ("MO551", "more experts than a small buffer holds", combine_grad, shape(map=(4, 33), probs=(4, 33)),

@@ -20,7 +20,7 @@ TARGETS = (None, "ascend910b", "ascend950")
 
 @pytest.mark.parametrize("chunk", range(4))
 def test_no_check_fails_on_models_with_damaged_fields(chunk: int) -> None:
-    for number in range(60):
+    for number in range(30):
         rng = Random(f"{chunk}/{number}")
         model = damaged(rng)
         found = failures(model, target=TARGETS[number % 3])
@@ -31,7 +31,7 @@ def test_no_check_fails_on_files_with_damaged_bytes(tmp_path: Path) -> None:
     """Either the file is refused in a sentence, or there is a report."""
     path = tmp_path / "damaged.onnx"
     outcomes: Counter[str] = Counter()
-    for number in range(120):
+    for number in range(90):
         data = cut_bytes(Random(number))
         path.write_bytes(data)
         try:
@@ -41,7 +41,7 @@ def test_no_check_fails_on_files_with_damaged_bytes(tmp_path: Path) -> None:
         else:
             outcomes["ok" if report.ok else "not ok"] += 1
             assert "MO001" not in report.codes, f"{number}: {report.findings}"
-    assert min(outcomes["refused"], outcomes["ok"], outcomes["not ok"]) >= 5, outcomes
+    assert min(outcomes["refused"], outcomes["ok"], outcomes["not ok"]) >= 3, outcomes
 
 
 def test_models_are_damaged_in_ways_that_many_checks_see() -> None:
@@ -49,11 +49,11 @@ def test_models_are_damaged_in_ways_that_many_checks_see() -> None:
     assert len(intact()) >= 8
     codes: Counter[str] = Counter()
     seen = set()
-    for number in range(60):
+    for number in range(40):
         model = damaged(Random(f"0/{number}"))
         seen.add(model.SerializeToString())
         codes.update(moe_onnx.validate(model).codes)
-    assert len(seen) > 50
+    assert len(seen) > 30
     assert len(codes) > 12, codes
 
 

@@ -146,8 +146,9 @@ def data_files(external: list[Held], model: Path) -> list[DataFile]:
     by_location: dict[str, list[Range]] = {}
     for held in external:
         one = Range.of(held)
-        by_location.setdefault(one.location, []).append(one)
-    return [_look(location, ranges, model) for location, ranges in by_location.items()]
+        # "./weights" and "weights" are one file.
+        by_location.setdefault(os.path.normpath(one.location), []).append(one)
+    return [_look(ranges[0].location, ranges, model) for ranges in by_location.values()]
 
 
 def _look(location: str, ranges: list[Range], model: Path) -> DataFile:

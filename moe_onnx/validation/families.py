@@ -29,6 +29,16 @@ MODULES: tuple[str, ...] = (
     "target_support",
     "ub",
     # Training graphs
+    "training",
+    "training_interface",
+    "training_manifest",
+    "training_companions",
+    "training_reach",
+    "training_gradients",
+    "training_updates",
+    "training_experts",
+    "training_operators",
+    "training_folder",
     # What exporters lose
     "foreign",
     "expert_use",

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from onnx import AttributeProto, FunctionProto, ModelProto, NodeProto, ValueInfoProto
 
-from moe_onnx.validation.functions import is_own_body
 from moe_onnx.validation.node_types import Walk
+from moe_onnx.validation.own_bodies import own_bodies
 from moe_onnx.validation.subject import Scope, Subject, normal_domain, subgraphs
 
 _MOST_DEEP = 8  # functions in functions
@@ -26,7 +26,8 @@ class Calls:
         self._functions = subject.functions
         self._seen: set[_Key] = set()
         self._waiting: list[tuple[Subject, str, int]] = []
-        self._own = {key for key, function in subject.functions.items() if is_own_body(function)}
+        own = own_bodies(subject)
+        self._own = {key for key, function in subject.functions.items() if id(function) in own}
         self._nodes_left = most_nodes
         self._depth = 0
         self._collect(subject, walk, "")
@@ -47,7 +48,7 @@ class Calls:
                 continue
             for node in scope.nodes:
                 key = normal_domain(node.domain), node.op_type
-                if key in self._functions and key not in self._own:
+                if key in self._functions and key not in self._own and not walk.has_schema(scope, node):
                     self._add(self._functions[key], scope, node, walk, subject, label)
 
     def _add(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from onnx import AttributeProto, FunctionProto, NodeProto
+from onnx import FunctionProto
 
-from moe_onnx.adapters.function_body import OLDEST_OPSET, function_body
 from moe_onnx.operators import BY_NAME
 from moe_onnx.rewrite.legalize import BODY_DOMAIN
 from moe_onnx.spec import DOMAIN
 from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome
-from moe_onnx.validation.known_ops import malformed, shape_of_node
+from moe_onnx.validation.known_ops import malformed
+from moe_onnx.validation.own_bodies import own_bodies
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.signatures import Known, runtime_schemas
 from moe_onnx.validation.subject import Subject, normal_domain, operator_name, subgraphs
@@ -44,23 +44,6 @@ RECURSION = code(
     "onnxruntime and onnx.checker refuse the model.",
     mend="Use a Loop, or write the steps out.",
 )
-OPSET_BREAKS = code(
-    "MO344",
-    "error",
-    "A function is written for another opset than the model imports",
-    why="onnxruntime reads the nodes of a function by the opset of the model, whatever the function "
-    "imports, and refuses those that do not fit it (`Unrecognized attribute: axes for operator "
-    "ReduceMax`).",
-    mend="Convert the function's nodes to the model's opset, and import that one in both.",
-)
-OPSET_DIFFERS = code(
-    "MO345",
-    "warning",
-    "A function imports another opset than the model, in which its operators differ",
-    why="onnxruntime reads the nodes of a function by the opset of the model. Operators whose definition "
-    "has changed in between may then mean something else. onnx.checker refuses the model.",
-    mend="Convert the function's nodes to the model's opset, and import that one in both.",
-)
 CUSTOM_INSIDE = code(
     "MO346",
     "warning",
@@ -79,27 +62,26 @@ UNDECLARED = code(
     "force.",
     mend="Declare the attribute in the function, or write the value.",
 )
-DOUBLE = code(
-    "MO348",
+UNNAMED = code(
+    "MO349",
     "error",
-    "Two functions have one name",
-    why="Which of them a node calls is not said. onnxruntime and onnx.checker refuse the model.",
-    mend="Remove one, or tell them apart by their overload.",
+    "A function, or an input or output of one, has no name",
+    why="Nothing can call such a function, or reach such a value. onnxruntime refuses the model "
+    "(`failed validating the check: !(it.GetName().empty())`).",
+    mend="Name it, or leave it out.",
 )
 
 
-@check("static", FOREIGN_BODY, SHADOWED, DOUBLE)
+@check("static", FOREIGN_BODY, SHADOWED, UNNAMED)
 def names(subject: Subject) -> Iterator[Outcome]:
     """Functions have names of their own, or are this package's bodies of its operators."""
-    known, seen = Known.of(subject), set()
+    known = Known.of(subject)
     for function in subject.model.functions:
         domain, where = normal_domain(function.domain), _said(function)
-        key = domain, function.name, function.overload
-        if key in seen:
-            yield DOUBLE(where, found="the model has another function of this domain, name and overload")
-        seen.add(key)
+        if not all((function.name, *function.input, *function.output)):
+            yield UNNAMED(where, found=f"inputs {list(function.input)}, outputs {list(function.output)}")
         if function.name in BY_NAME and domain in (DOMAIN, BODY_DOMAIN):
-            if not is_own_body(function):
+            if id(function) not in own_bodies(subject):
                 yield FOREIGN_BODY(where, found="its nodes are not those of this package's body")
             continue
         signature = known.signature(domain, function.name, None)
@@ -130,12 +112,6 @@ def recursion(subject: Subject) -> Iterator[Outcome]:
                 stack.append(iter(calls[key]))
 
 
-@check("static", OPSET_BREAKS, OPSET_DIFFERS)
-def opsets(subject: Subject) -> Iterator[Outcome]:
-    """The nodes of functions mean the same in the opset that the model imports."""
-    yield from collapsed(_opset_differences(subject))
-
-
 @check("static", CUSTOM_INSIDE)
 def custom_operators(subject: Subject) -> Iterator[Outcome]:
     """Functions hold no custom operators, whose types are not known there."""
@@ -161,35 +137,6 @@ def attributes(subject: Subject) -> Iterator[Outcome]:
                 )
 
 
-def is_own_body(function: FunctionProto) -> bool:
-    """Whether a function is this package's body of an operator, names of nodes and remarks aside."""
-    opset = next((e.version for e in function.opset_import if not normal_domain(e.domain)), 0)
-    if function.name not in BY_NAME or not OLDEST_OPSET <= opset < 2**30:
-        return False
-    body = function_body(function.name, opset)
-    return _skeleton(function) == _skeleton(body)
-
-
-def _skeleton(function: FunctionProto) -> FunctionProto:
-    bare = FunctionProto()
-    for field in ("input", "output", "attribute", "attribute_proto", "node"):
-        getattr(bare, field).extend(getattr(function, field))
-    _strip(bare.node)
-    return bare
-
-
-def _strip(nodes: Iterable[NodeProto]) -> None:
-    for node in nodes:
-        for field in ("name", "doc_string", "metadata_props"):
-            node.ClearField(field)
-        for attribute in node.attribute:
-            attribute.ClearField("doc_string")
-            if attribute.type == AttributeProto.GRAPH:
-                for field in ("name", "doc_string", "value_info", "metadata_props"):
-                    attribute.g.ClearField(field)
-                _strip(attribute.g.node)
-
-
 def _said(function: FunctionProto) -> str:
     domain = normal_domain(function.domain)
     return f"function '{domain}.{function.name}'" if domain else f"function '{function.name}'"
@@ -204,31 +151,6 @@ def _calls(subject: Subject, function: FunctionProto) -> Iterator[tuple[str, str
             yield key
         for _, graph in subgraphs(node):
             stack.extend(graph.node)
-
-
-def _opset_differences(subject: Subject) -> Iterator[Finding]:
-    known, main = Known.of(subject), subject.main.opsets
-    for scope, node in subject.nodes():
-        domain = normal_domain(node.domain)
-        own, outer = scope.opsets.get(domain), main.get(domain)
-        if (
-            scope.function is None
-            or own is None
-            or outer is None
-            or own == outer
-            or id(node) in malformed(subject)
-        ):
-            continue
-        there, here = known.signature(domain, node.op_type, own), known.signature(domain, node.op_type, outer)
-        if there is None or there == here:
-            continue
-        said = f"{operator_name(node)} of opset {own}"
-        if here is None or here.deprecated or any(shape_of_node(scope, node, here)):
-            yield OPSET_BREAKS(scope.place(node), found=said, expected=f"one of opset {outer}, the model's")
-        else:
-            yield OPSET_DIFFERS(
-                scope.place(node), found=said, expected=f"opset {outer}, the model's, where it is another"
-            )
 
 
 def _custom_inside(subject: Subject) -> Iterator[Finding]:

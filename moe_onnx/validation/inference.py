@@ -16,7 +16,8 @@ from moe_onnx.adapters.schema import elem_name
 from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome, Skipped
 from moe_onnx.validation.function_calls import Calls
-from moe_onnx.validation.node_types import Problem, Walk
+from moe_onnx.validation.known_ops import malformed
+from moe_onnx.validation.node_types import Problem, Walk, whole_model_problem
 from moe_onnx.validation.own_ops import check_node
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
@@ -50,7 +51,7 @@ DECLARED_SHAPE = code(
 UNTYPED = code(
     "MO324",
     "error",
-    "An input or output of the graph has no type, or none that exists",
+    "An input or output of the graph has no element type, or none that exists",
     why="onnxruntime refuses inputs without a type and any element type that it does not know.",
     mend="Give the element type, and the shape where it is known.",
 )
@@ -72,6 +73,8 @@ def types(subject: Subject) -> Iterator[Outcome]:
             if inner.is_own(node):
                 found += [_inside(f, label) for f in check_node(scope, node, called.types(scope), called)]
         calls.follow(called, inner, label)
+    if not found and not malformed(subject) and (whole := whole_model_problem(subject)) is not None:
+        found.append(_finding(whole))
     yield from collapsed(dict.fromkeys(found))
     if walk.stopped:
         yield Skipped(f"onnx's inference over the whole model stopped: {walk.stopped[:200]}")
@@ -86,12 +89,8 @@ def types(subject: Subject) -> Iterator[Outcome]:
 def typed(subject: Subject) -> Iterator[Outcome]:
     """The graph's inputs and outputs have types that exist."""
     graph = subject.model.graph
-    made = {tensor.name for tensor in graph.initializer}
     for value, what in [(v, "input") for v in graph.input] + [(v, "output") for v in graph.output]:
-        if not value.type.WhichOneof("value"):
-            if what == "input" and value.name not in made:
-                yield UNTYPED(f"input {value.name!r}", found="it has no type")
-        elif elem := _unknown_elem(value.type):
+        if elem := _unknown_elem(value.type):
             yield UNTYPED(f"{what} {value.name!r}", found=elem, expected="an element type of ONNX")
 
 

@@ -18,21 +18,20 @@ from moe_onnx.errors import (
     MoeOnnxError,
 )
 from moe_onnx.operators import BY_NAME
-from moe_onnx.rewrite.legalize import BODY_DOMAIN
 from moe_onnx.spec import DOMAIN, VERSION, Arg, OpSpec, TensorInfo
 from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome
-from moe_onnx.validation.known_ops import (
+from moe_onnx.validation.known_ops import malformed, own_operator
+from moe_onnx.validation.node_form import (
     ATTRIBUTE_KIND,
     ATTRIBUTE_MISSING,
     ATTRIBUTE_TWICE,
     ATTRIBUTE_UNKNOWN,
     INPUTS,
     OUTPUTS,
-    malformed,
-    own_operator,
     shape_of_node,
 )
+from moe_onnx.validation.own_bodies import in_own_body
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.signatures import Known
 from moe_onnx.validation.subject import Scope, Subject, normal_domain
@@ -90,13 +89,6 @@ NO_BODY = code(
     "them.",
     mend="Save what moe_onnx.add_function_bodies returns for the model.",
 )
-DOMAIN_VERSION = code(
-    "MO318",
-    "error",
-    "The model is of another version of ascend.moe",
-    why="Operators may mean something else there, and `moe_onnx.InferenceSession` refuses the model.",
-    mend="Export the model again with the installed package.",
-)
 
 _SESSION = ("node", "session", "restore_shape")  # attributes that a session gives its Python ops
 
@@ -118,22 +110,14 @@ def nodes(subject: Subject) -> Iterator[Outcome]:
     """Each ascend.moe node has the inputs, attributes, dtypes and shapes that its operator demands."""
     found = []
     for scope, node in subject.nodes():
-        if own_operator(node) and not _is_own_body(scope):
+        if own_operator(node) and not in_own_body(subject, scope):
             found += check_node(scope, node, subject.types(scope), subject)
     yield from collapsed(found)
 
 
-@check("static", PYTHON_FORM, NO_BODY, DOMAIN_VERSION)
+@check("static", PYTHON_FORM, NO_BODY)
 def form(subject: Subject) -> Iterator[Outcome]:
     """The model carries the bodies of the ascend.moe operators it uses, in the form every route takes."""
-    for imported in (subject.model, *subject.model.functions):
-        for entry in imported.opset_import:
-            if entry.domain == DOMAIN and entry.version != VERSION:
-                yield DOMAIN_VERSION(
-                    "the model" if imported is subject.model else f"function '{imported.name}'",
-                    found=f"{DOMAIN} is imported in version {entry.version}",
-                    expected=f"version {VERSION}",
-                )
     yield from collapsed(_forms(subject))
     used = {n.op_type for _, n in subject.nodes() if normal_domain(n.domain) == DOMAIN and own_operator(n)}
     lacking = sorted(op for op in used if (DOMAIN, op) not in subject.functions)
@@ -186,7 +170,9 @@ def _check_meaning(
     except MoeOnnxError as error:
         kinds = {AttributeValueError: VALUE, MissingInputError: COMPANION, DtypeError: DTYPE}
         kind = kinds.get(type(error), SHAPE)
-        yield kind(where, found=str(error).rstrip("."), aclnn=error.aclnn_status)
+        said, _, advice = str(error).removeprefix(f"{spec.name}: ").partition(". ")
+        mend = {COMPANION: advice, SHAPE: f"{advice} {SHAPE.mend}".strip()}.get(kind, "")
+        yield kind(where, found=said.rstrip("."), mend=mend, aclnn=error.aclnn_status)
 
 
 def _forms(subject: Subject) -> Iterator[Finding]:
@@ -210,8 +196,3 @@ def _forms(subject: Subject) -> Iterator[Finding]:
 
 def _pairs(args: Sequence[Arg], given: Sequence[str]) -> Iterator[tuple[Arg, str]]:
     yield from zip(args, [*given, *[""] * (len(args) - len(given))], strict=False)
-
-
-def _is_own_body(scope: Scope) -> bool:
-    function = scope.function
-    return function is not None and function.domain in (DOMAIN, BODY_DOMAIN) and function.name in BY_NAME

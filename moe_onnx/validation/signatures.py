@@ -116,7 +116,7 @@ class Known:
 
 def clamp(version: int | None) -> int:
     """What onnx takes as a version: files may hold any 64-bit number."""
-    return _NEWEST if version is None else max(0, min(version, _NEWEST))
+    return _NEWEST if version is None or version < 1 else min(version, _NEWEST)
 
 
 def close_to(word: str, known: Iterable[str]) -> str:

@@ -1,16 +1,12 @@
-"""What the target has: every operator of the package, its dtypes, and what it must be told."""
+"""What the target has: every operator of the package, and for which dtypes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from moe_onnx.errors import (
-    ACLNN_ERR_INNER_TILING_ERROR,
-    ACLNN_ERR_PARAM_INVALID,
-    ACLNN_ERR_PARAM_NULLPTR,
-)
-from moe_onnx.spec import MAX_TOP_K, is_absent
+from moe_onnx.errors import ACLNN_ERR_PARAM_INVALID
+from moe_onnx.spec import is_absent
 from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome, Skipped, Table
 from moe_onnx.validation.moe_nodes import MoeNode, moe_nodes
@@ -61,47 +57,18 @@ RECENT_MIX = code(
     "dtype of the tokens even where the kernel writes float32.",
     mend="See which release of CANN the device has, or cast the probabilities.",
 )
-WRITTEN_OUT = code(
-    "MO536",
-    "note",
-    "The device must be told a size that stands in the shapes here",
-    why="So that one graph serves batches of any size, `num_out_tokens`, `tokens_num`, `num_experts` and "
-    "`restore_shape` may be 0 or absent in this package, and are then read from the shapes. The device "
-    "takes 0 at its word: no rows, or an error.",
-    mend="Fill in the size when the operator is called, or where the model is converted.",
-)
-EMPTY = code(
-    "MO537",
-    "warning",
-    "The device refuses an empty tensor here",
-    why="The documents allow empty tensors in places where the kernels' tiling refuses any size of 0 "
-    "(561002); MoeInitRoutingV2Grad returns at once since 2026-05 where its result is empty. Here they "
-    "are defined: no rows in, no rows or zeros out.",
-    mend="Skip the operator for empty batches on the device.",
-)
-AT_THE_LIMIT = code(
-    "MO538",
-    "warning",
-    "The number of experts per token is 512, which not every document allows",
-    why="The kernels refuse more than 512 and let 512 pass; the documents of the dispatch and the combine "
-    "by map ask for less than 512 in one place and at most 512 in another.",
-    mend="Choose fewer experts a token.",
-)
 
 
-@check("static", NO_OPERATOR, RECENT, NO_DTYPE, NO_MIX, RECENT_MIX, WRITTEN_OUT, EMPTY, AT_THE_LIMIT)
+@check("static", NO_OPERATOR, RECENT, NO_DTYPE, NO_MIX, RECENT_MIX)
 def target_support(subject: Subject) -> Iterator[Outcome]:
-    """The target has every operator of the package, for these dtypes and modes."""
+    """The target has every operator of the package, for these dtypes."""
     name = subject.options.target
     if name not in DEVICES:
         yield Skipped("no target was given")
         return
     nodes = moe_nodes(subject)
     yield from collapsed(
-        finding
-        for node in nodes
-        for rule in (_operator, _dtypes, _sizes_to_write_out, _empty, _at_the_limit)
-        for finding in rule(node, name)
+        finding for node in nodes for rule in (_operator, _dtypes) for finding in rule(node, name)
     )
     if nodes:
         yield _table(nodes, name)
@@ -153,72 +120,3 @@ def _dtypes(node: MoeNode, target: str) -> Iterator[Finding]:
         yield RECENT_MIX(node.place, found=f"{found}, documented since {since}")
     elif node.spec.name == "MoeFinalizeRoutingV2Grad" and target != "ascend950":
         yield NO_MIX(node.place, found=found, expected="bfloat16", aclnn=ACLNN_ERR_PARAM_INVALID)
-
-
-def _sizes_to_write_out(node: MoeNode, target: str) -> Iterator[Finding]:
-    legal, op = node.legal, node.spec.name
-    if legal is None:
-        return
-    wanted: list[tuple[str, str, int]] = []
-    if op == "MoeTokenPermuteWithRoutingMap" and not legal["num_out_tokens"]:
-        wanted.append(("num_out_tokens", "T*K", ACLNN_ERR_PARAM_INVALID))
-    elif op == "MoeTokenPermuteWithRoutingMapGrad":
-        sizes = (("tokens_num", "T"), ("num_experts", "E"))
-        wanted += [(name, size, ACLNN_ERR_PARAM_INVALID) for name, size in sizes if not legal[name]]
-    elif op == "MoeTokenUnpermuteWithRoutingMap" and not legal["restore_shape"]:
-        if node.info("probs") is None:
-            wanted.append(("restore_shape", "[T, H]", ACLNN_ERR_PARAM_NULLPTR))
-    elif op == "MoeFinalizeRoutingV2Grad" and legal["drop_pad_mode"] == 1:
-        sizes = (("expert_num", "E"), ("expert_capacity", "C"))
-        wanted += [(name, size, ACLNN_ERR_INNER_TILING_ERROR) for name, size in sizes if not legal[name]]
-    for name, size, status in wanted:
-        said = "absent" if name == "restore_shape" else "0"
-        yield WRITTEN_OUT(node.place, found=f"'{name}' is {said}", expected=f"{name} = {size}", aclnn=status)
-
-
-def _empty(node: MoeNode, target: str) -> Iterator[Finding]:
-    if node.spec.name not in _NOT_EMPTY or node.legal is None:
-        return
-    for argument in _NOT_EMPTY[node.spec.name](node):
-        shape = node.shape(argument)
-        if shape is not None and 0 in shape:
-            yield EMPTY(
-                node.place,
-                found=f"'{argument}' has shape {list(shape)}",
-                expected="no size of 0",
-                aclnn=ACLNN_ERR_INNER_TILING_ERROR,
-            )
-            return
-
-
-def _dispatch_grad(node: MoeNode) -> tuple[str, ...]:
-    # In drop/pad there may be no rows at all: every index is -1 then.
-    padded = node.legal is not None and node.legal["drop_pad_mode"] == 1
-    return ("expanded_row_idx",) if padded else ("expanded_row_idx", "grad_expanded_x")
-
-
-_NOT_EMPTY: dict[str, Callable[[MoeNode], tuple[str, ...]]] = {
-    "MoeInitRoutingV2Grad": _dispatch_grad,
-    "MoeTokenPermuteWithRoutingMapGrad": lambda node: ("permuted_token_output_grad",),
-    "MoeTokenUnpermuteWithRoutingMapGrad": lambda node: (
-        ("unpermuted_tokens_grad",)
-        if node.info("probs") is not None and not node.attributes.get("drop_and_pad")
-        else ()
-    ),
-    "MoeFinalizeRoutingV2": lambda node: ("expanded_x", "expanded_row_idx"),
-    "MoeFinalizeRoutingV2Grad": lambda node: ("grad_y", "expanded_row_idx"),
-}
-
-
-def _at_the_limit(node: MoeNode, target: str) -> Iterator[Finding]:
-    """512 experts a token, without drop/pad, where the documents do not agree on it."""
-    rows: int | None = None
-    if node.legal is None or node.legal.get("drop_and_pad"):
-        return
-    if node.spec.name == "MoeTokenPermuteWithRoutingMap":
-        rows = node.legal["num_out_tokens"]
-    elif node.spec.name == "MoeTokenUnpermuteWithRoutingMap":
-        rows = node.dim("sorted_indices", 0)
-    tokens = node.dim("routing_map", 0) if rows else None
-    if rows and tokens and rows == MAX_TOP_K * tokens:
-        yield AT_THE_LIMIT(node.place, found=f"{rows} rows for {tokens} tokens", expected="fewer than 512")

@@ -13,30 +13,43 @@ from moe_onnx.adapters.schema import inference_goes_on
 
 _SMALL = 1024  # elements; what inference may want to read: sizes, axes
 _MOST_NODES = 5_000_000  # that inference is left alone with
+_LONGEST_VECTOR = 2**20  # that onnx may hold as sizes
 
 
 def infer_types(model: ModelProto) -> tuple[ModelProto, str]:
     """A light copy with all types and shapes that onnx can tell, and what inference stopped at, or ``""``."""
     try:
-        light, stopped = light_copy(model), _endless(model)
+        light, stopped = light_copy(model), endless(model)
     except RecursionError:  # only models that were made in memory; no reader takes such a file
         return model, "subgraphs are nested too deeply"
     if stopped:
         return light, stopped
     _blunt(light)
-    try:
-        return onnx.shape_inference.infer_shapes(light, data_prop=True), ""
-    except Exception as error:  # RuntimeError, TypeError, ValueError and classes of onnx's own
-        stopped = str(error)
+    data = propagates(light)
     # A node that an operator of this package refuses need not cost the others their types.
     try:
         with inference_goes_on():
-            return onnx.shape_inference.infer_shapes(light, data_prop=True), stopped
-    except Exception:
-        return light, stopped
+            return onnx.shape_inference.infer_shapes(light, data_prop=data), ""
+    except Exception as error:  # RuntimeError, TypeError, ValueError and classes of onnx's own
+        return light, str(error)
 
 
-def _endless(model: ModelProto) -> str:
+def propagates(model: ModelProto) -> bool:
+    """Whether inference may be asked to propagate data.
+
+    In functions onnx (1.23) then holds every element of a vector as a size: 2 microseconds and 270 bytes
+    each, which 2^31 of them have nobody room for.
+    """
+    if not model.functions:
+        return True
+    values = [*model.graph.input, *model.graph.output, *model.graph.value_info]
+    shapes = [value.type.tensor_type.shape.dim for value in values]
+    vectors = [shape[0].dim_value for shape in shapes if len(shape) == 1]
+    vectors += [tensor.dims[0] for tensor in model.graph.initializer if len(tensor.dims) == 1]
+    return max(vectors, default=0) <= _LONGEST_VECTOR
+
+
+def endless(model: ModelProto) -> str:
     """Why inference would not come to an end, or ``""``.
 
     Inference walks through a function's body at each call: without end where a function calls itself (onnx

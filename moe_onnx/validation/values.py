@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import numpy as np
-import onnx
-from onnx import AttributeProto, FunctionProto, NodeProto, TensorProto, numpy_helper
+from onnx import AttributeProto, NodeProto, TensorProto, numpy_helper
 
-from moe_onnx.adapters.function_body import OLDEST_OPSET, function_body
-from moe_onnx.operators import BY_NAME
-from moe_onnx.rewrite.legalize import BODY_DOMAIN
-from moe_onnx.spec import DOMAIN, TensorInfo
+from moe_onnx.spec import TensorInfo
+from moe_onnx.validation.own_bodies import in_own_body
 from moe_onnx.validation.subject import Scope, Subject, normal_domain
 
 FAR = 64  # nodes that a walk goes back at most
@@ -152,15 +148,7 @@ def dims(types: dict[str, TensorInfo], name: str) -> list[int | str | None] | No
 
 def is_own_body(subject: Subject, scope: Scope) -> bool:
     """Whether a scope is, or is inside, the function body of an ``ascend.moe`` operator as it should be."""
-    function = scope.function
-    if function is None or function.name not in BY_NAME or function.domain not in (DOMAIN, BODY_DOMAIN):
-        return False
-    known = subject.shared.setdefault("own bodies", {})
-    assert isinstance(known, dict)
-    key = (function.domain, function.name)
-    if key not in known:
-        known[key] = _is_own(function)
-    return bool(known[key])
+    return in_own_body(subject, scope)
 
 
 def foreign_nodes(subject: Subject) -> Iterator[tuple[Scope, NodeProto]]:
@@ -169,15 +157,3 @@ def foreign_nodes(subject: Subject) -> Iterator[tuple[Scope, NodeProto]]:
         if not is_own_body(subject, scope):
             for node in scope.nodes:
                 yield scope, node
-
-
-def _is_own(function: FunctionProto) -> bool:
-    opset = next((e.version for e in function.opset_import if not normal_domain(e.domain)), OLDEST_OPSET)
-    if not OLDEST_OPSET <= opset <= onnx.defs.onnx_opset_version():
-        return False
-    return bool(function.node == _body(function.name, opset).node)
-
-
-@cache
-def _body(name: str, opset: int) -> FunctionProto:
-    return function_body(name, opset)
