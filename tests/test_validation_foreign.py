@@ -29,6 +29,13 @@ def test_merged_norms_are_named_with_all_they_stand_for_and_ties_are_none() -> N
     assert "'model.norm1.weight'" in one and "'model.norm2'" in one and "optimize=False" in one
 
 
+def test_a_node_fused_from_two_modules_has_one_parameter() -> None:
+    """As torch's optimizer folds a BatchNorm into a Conv: the node says that it is of the BatchNorm."""
+    model = norms()
+    model.graph.node[0].metadata_props[0].value = "['', 'model', 'model.other', 'mul_1']"
+    assert found(model) == []
+
+
 def test_without_modules_nobody_knows_what_was_merged() -> None:
     model = norms()
     for node in model.graph.node:

@@ -63,6 +63,18 @@ SAFE = {
     """,
 }
 UNSAFE = {
+    "best of each row and of each column": """
+        g (float[3, 3] x, float[9, 9] y, float[3, 3] u, int64[1] k) => (float[9, 9] z)
+        <int64[1] last = {2}>
+        {
+            s, a = TopK <axis = 0> (x, k)
+            r, b = TopK <axis = 1> (x, k)
+            c = Unsqueeze (a, last)
+            d = Unsqueeze (b, last)
+            i = Concat <axis = -1> (c, d)
+            z = ScatterND <reduction = "add"> (y, i, u)
+        }
+    """,
     "an element of another": adding("i", "a = Gather (rows, range)\n i = Unsqueeze (a, axis)"),
     "one column of what was found": """
         g (float[t, e] y, bool[t, e] map, float[n, e] u) => (float[t, e] z)

@@ -90,8 +90,9 @@ def _blunt(model: ModelProto) -> None:
     """Take from a copy what inference does not survive; a check says what is wrong with it."""
     for node in _nodes([*model.graph.node, *(node for f in model.functions for node in f.node)]):
         if ends_inference(node):
-            for attribute in [one for one in node.attribute if one.name == "num_outputs"]:
-                node.attribute.remove(attribute)
+            for attribute in node.attribute:
+                if attribute.name == "num_outputs":
+                    attribute.i = max(1, len(node.output))
 
 
 def _calls(nodes: Iterable[NodeProto]) -> Iterator[tuple[str, str]]:
