@@ -13,7 +13,7 @@ from moe_onnx.validation.subject import Subject
 
 Arrays = dict[str, Array]
 
-_TOKENS, _MOST_TOKENS = 12, 2048
+_TOKENS, _MOST_TOKENS, _LENGTH = 12, 2048, 24
 
 
 def lively_feeds(subject: Subject, rng: np.random.Generator) -> Arrays | Skipped:
@@ -43,13 +43,15 @@ def _sizes(subject: Subject) -> dict[str, int]:
     active, capacity = (_whole(manifest.dispatch.get(n)) for n in ("active_num", "expert_capacity"))
     # A token's experts are its router's choice: most have some of so many tokens.
     fewest = max(_TOKENS, min(8 * experts, _MOST_TOKENS // 4))
-    # A sixth of the tokens is padding; of the others some should find no row.
+    # Some tokens are padding; of the others some should find no row.
     fewest = max(fewest, min(max(5 * active // 4, capacity * experts) // top_k + 4, _MOST_TOKENS))
-    found = {}
-    if "sequence" in sizes:
-        found["sequence"] = max(sizes["sequence"], -(-fewest // max(sizes.get("batch", 1), 1)))
+    fewest = max(fewest, capacity)  # fewer tokens than an expert has rows are refused
+    found: dict[str, int] = {}
+    if "sequence" in sizes and "batch" in sizes:  # short sequences: attention is dear
+        found["sequence"] = min(_LENGTH, max(6, -(-fewest // 2)))
+        found["batch"] = max(2, -(-fewest // found["sequence"]))
         if "tokens" in sizes:
-            found["tokens"] = found["sequence"] * sizes.get("batch", 1)
+            found["tokens"] = found["sequence"] * found["batch"]
     elif "tokens" in sizes:
         found["tokens"] = max(sizes["tokens"], fewest)
     return found
