@@ -25,13 +25,18 @@ def infer_types(model: ModelProto) -> tuple[ModelProto, str]:
     if stopped:
         return light, stopped
     _blunt(light)
-    data = propagates(light)
+    plain, stopped = _inferred(light, data=False)
+    # Lengths of vectors are known now, also of those that nodes make.
+    return _inferred(plain, data=True) if propagates(plain) else (plain, stopped)
+
+
+def _inferred(model: ModelProto, *, data: bool) -> tuple[ModelProto, str]:
     # A node that an operator of this package refuses need not cost the others their types.
     try:
         with inference_goes_on():
-            return onnx.shape_inference.infer_shapes(light, data_prop=data), ""
+            return onnx.shape_inference.infer_shapes(model, data_prop=data), ""
     except Exception as error:  # RuntimeError, TypeError, ValueError and classes of onnx's own
-        return light, str(error)
+        return model, str(error)
 
 
 def propagates(model: ModelProto) -> bool:
