@@ -34,7 +34,8 @@ from moe_onnx.validation.types import endless, ends_inference, propagates
 _NOISE = re.compile(r"\[(Shape|Type)InferenceError\]\s*|\(op_type:\w+[^)]*\):\s*|Inference error\(s\):\s*")
 # What onnx says where types are not known: of inputs, and of outputs of subgraphs, which it does not infer.
 _UNTYPED = re.compile(
-    "[dD]eclared=0|outputs should all be tensors|have type but instead is null|of input .* unknown"
+    "[dD]eclared=0|outputs should all be tensors|have type but instead is null|of input .* unknown|"
+    "data from external tensor"
 )
 
 
