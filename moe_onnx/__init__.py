@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from moe_onnx.runtime.generate import generate
     from moe_onnx.runtime.train import train
     from moe_onnx.runtime.training_session import TrainingSession
-    from moe_onnx.validation.compare import compare
+    from moe_onnx.validation.device.compare import compare
     from moe_onnx.validation.validate import validate
 
 __version__ = PACKAGE_VERSION
@@ -140,7 +140,7 @@ _ON_FIRST_USE = {
     "generate": "moe_onnx.runtime.generate",
     "train": "moe_onnx.runtime.train",
     "TrainingSession": "moe_onnx.runtime.training_session",
-    "compare": "moe_onnx.validation.compare",
+    "compare": "moe_onnx.validation.device.compare",
     "validate": "moe_onnx.validation.validate",
 }
 

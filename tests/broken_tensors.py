@@ -10,7 +10,7 @@ import numpy as np
 from broken_models import Mutation, parse, plain_model
 from onnx import ModelProto, TensorProto
 
-from moe_onnx.validation import tensors
+from moe_onnx.validation.file import tensors
 
 Edit = Callable[[TensorProto], None]
 RAW = np.arange(12, dtype=np.float32).tobytes()

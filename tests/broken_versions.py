@@ -12,8 +12,8 @@ from broken_models import Mutation, parse, plain_model
 from onnx import ModelProto, helper
 
 from moe_onnx.spec import DOMAIN
-from moe_onnx.validation import versions
-from moe_onnx.validation.runtime_limits import Limits
+from moe_onnx.validation.file import versions
+from moe_onnx.validation.file.runtime_limits import Limits
 
 Edit = Callable[[ModelProto], None]
 

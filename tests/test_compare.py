@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 
 import moe_onnx
 from moe_onnx.cli import main
-from moe_onnx.validation.measure import histogram_labels, measure
-from moe_onnx.validation.standards import LEVELS, STANDARDS
+from moe_onnx.validation.device.measure import histogram_labels, measure
+from moe_onnx.validation.device.standards import LEVELS, STANDARDS
 
 X = np.array([[1.0, -2.0, 4.0], [0.5, 0.0, 8.0]], np.float32)
 
@@ -73,7 +73,7 @@ def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     actual = expected + rng.standard_normal((40, 50)).astype(np.float32) * np.float32(1e-4)
     actual[39, 49] = np.nan
     whole = measure(expected, actual, STANDARDS["float32"])
-    monkeypatch.setattr("moe_onnx.validation.measure._PIECE", 77)
+    monkeypatch.setattr("moe_onnx.validation.device.measure._PIECE", 77)
     parts = measure(expected, actual, STANDARDS["float32"])
     assert repr(parts.worst) == repr(whole.worst) and parts.worst[0][0] == (39, 49)
     assert (parts.histogram, parts.mare, parts.non_finite) == (whole.histogram, whole.mare, 1)

@@ -39,3 +39,14 @@ def test_every_code_has_a_mutation() -> None:
 def test_every_code_belongs_to_a_check() -> None:
     named = {code.name for check in CHECKS for code in check.codes}
     assert named == set(CODES) - {"MO001"}
+
+
+def test_every_check_is_loaded() -> None:
+    """A module with checks that families.py does not name would never run."""
+    root = Path(families.__file__).parent
+    with_checks = {
+        ".".join(path.relative_to(root).with_suffix("").parts)
+        for path in root.rglob("*.py")
+        if "\n@check(" in path.read_text("utf-8")
+    }
+    assert with_checks == set(families.MODULES)

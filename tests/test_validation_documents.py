@@ -17,10 +17,10 @@ import moe_onnx
 from moe_onnx.operators import BY_NAME
 from moe_onnx.spec import DOMAIN
 from moe_onnx.validation import families
+from moe_onnx.validation.documents.ub import expert_limits, hidden_limits
 from moe_onnx.validation.findings import Finding, Table
 from moe_onnx.validation.registry import CHECKS
 from moe_onnx.validation.subject import Options, open_subject
-from moe_onnx.validation.ub import expert_limits, hidden_limits
 
 families.load()
 OWN = (

@@ -15,8 +15,8 @@ from onnx import helper
 from routes import ELEMS
 
 from moe_onnx.operators import BY_NAME
-from moe_onnx.validation.feeds import Feeds, draw_feeds, free_sizes
 from moe_onnx.validation.findings import Skipped
+from moe_onnx.validation.run.feeds import Feeds, draw_feeds, free_sizes
 from moe_onnx.validation.subject import Options, Subject, open_subject
 
 OPS = Path(__file__).parent.parent / "ops"

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 import moe_onnx
 from moe_onnx.errors import ModelFileError, OptionError
-from moe_onnx.validation.runtime_limits import OLDEST, loads
+from moe_onnx.validation.file.runtime_limits import OLDEST, loads
 from moe_onnx.validation.types import infer_types
 
 ROOT = Path(__file__).parent.parent

@@ -15,11 +15,11 @@ from onnx import helper
 
 import moe_onnx
 from moe_onnx.validation.findings import Bars, Finding, Outcome, Skipped, Table
-from moe_onnx.validation.gradients import TOLERANCE, gradients
-from moe_onnx.validation.indices import indices
-from moe_onnx.validation.poison import poison
+from moe_onnx.validation.full.gradients import TOLERANCE, gradients
+from moe_onnx.validation.full.indices import indices
+from moe_onnx.validation.full.poison import poison
+from moe_onnx.validation.full.updates import updates
 from moe_onnx.validation.subject import Options, Subject
-from moe_onnx.validation.updates import updates
 
 
 def run(

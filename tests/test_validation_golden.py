@@ -18,7 +18,7 @@ from test_operators import assert_same
 
 from moe_onnx.errors import ModelFileError, OptionError
 from moe_onnx.operators import ALL, BY_NAME
-from moe_onnx.validation.golden import golden_case, golden_modes, load_golden, save_golden
+from moe_onnx.validation.device.golden import golden_case, golden_modes, load_golden, save_golden
 from moe_onnx.validation.validate import validate
 
 ORACLES: dict[str, Callable[..., Any]] = {

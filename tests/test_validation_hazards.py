@@ -11,7 +11,7 @@ from broken_hazards import ADD_ROWS, DROPS, FOUND, INDEX_ADD, MOE, NARROW, SELEC
 from broken_models import parse
 
 import moe_onnx
-from moe_onnx.validation import values
+from moe_onnx.validation.hazards import values
 
 
 def codes(model: onnx.ModelProto | str, imports: str = "") -> tuple[str, ...]:

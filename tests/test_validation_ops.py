@@ -14,9 +14,10 @@ from onnx import ModelProto, TensorProto, helper
 
 import moe_onnx
 from moe_onnx.adapters.function_body import function_body
-from moe_onnx.validation import collapse, known_ops
+from moe_onnx.validation import collapse
 from moe_onnx.validation.findings import Report
-from moe_onnx.validation.own_bodies import is_own_body
+from moe_onnx.validation.operators import known_ops
+from moe_onnx.validation.operators.own_bodies import is_own_body
 
 
 def findings(model: ModelProto, code: str) -> list[str]:

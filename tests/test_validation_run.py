@@ -21,11 +21,11 @@ from broken_run import (
 from onnx import helper, numpy_helper
 
 import moe_onnx
-from moe_onnx.validation.agreement import ROUTES, differing, same_bits
-from moe_onnx.validation.bisection import first_bad_node
 from moe_onnx.validation.findings import Bars, Report, Table
-from moe_onnx.validation.runs import runs_of, said
-from moe_onnx.validation.sessions import routes
+from moe_onnx.validation.run.agreement import ROUTES, differing, same_bits
+from moe_onnx.validation.run.bisection import first_bad_node
+from moe_onnx.validation.run.runs import runs_of, said
+from moe_onnx.validation.run.sessions import routes
 from moe_onnx.validation.subject import Options, Subject, open_subject
 
 

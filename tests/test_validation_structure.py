@@ -7,8 +7,8 @@ from broken_models import copy_of, parse, plain_model, step_model
 from broken_structure import add, function_model, nested_model, node, reads, reverse, without
 
 import moe_onnx
+from moe_onnx.validation.file.names import circles
 from moe_onnx.validation.findings import Finding, Report
-from moe_onnx.validation.names import circles
 
 
 def of(report: Report, code: str) -> Finding:

@@ -25,7 +25,7 @@ from moe_onnx.validation import families
 from moe_onnx.validation.findings import Finding, Report
 from moe_onnx.validation.registry import CHECKS
 from moe_onnx.validation.subject import Subject
-from moe_onnx.validation.training_flow import flow_of
+from moe_onnx.validation.training.flow import flow_of
 
 FAMILY = "training"
 ALL_GRAPHS = "step+grad+apply+eval+forward"

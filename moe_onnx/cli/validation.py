@@ -12,14 +12,14 @@ from rich.markdown import Markdown
 from moe_onnx.cli.options import CONSOLE, WORK_FAILED
 from moe_onnx.errors import OptionError
 from moe_onnx.validation import families
-from moe_onnx.validation.compare import compare as compare_tensors
+from moe_onnx.validation.device.compare import compare as compare_tensors
+from moe_onnx.validation.device.standards import LEVELS as STANDARD_LEVELS
+from moe_onnx.validation.documents.targets import TARGETS
 from moe_onnx.validation.findings import LEVELS, write_beside
 from moe_onnx.validation.html import report_page
 from moe_onnx.validation.pages import code_page
 from moe_onnx.validation.printing import print_comparison, print_report
 from moe_onnx.validation.registry import CODES
-from moe_onnx.validation.standards import LEVELS as STANDARD_LEVELS
-from moe_onnx.validation.targets import TARGETS
 from moe_onnx.validation.validate import validate as validate_model
 
 OUTPUT = click.Path(path_type=Path, dir_okay=False, writable=True)

@@ -12,10 +12,10 @@ from onnx import ModelProto
 from moe_onnx.errors import OptionError
 from moe_onnx.spec import PACKAGE_VERSION
 from moe_onnx.validation import families
+from moe_onnx.validation.documents.targets import TARGETS
 from moe_onnx.validation.findings import LEVELS, SEVERITIES, CheckRun, Figure, Finding, Report, Skipped
 from moe_onnx.validation.registry import CHECKS, CODES, Check, code
 from moe_onnx.validation.subject import Options, Subject, open_subject
-from moe_onnx.validation.targets import TARGETS
 
 CHECK_FAILED = code(
     "MO001",

@@ -1,0 +1,1 @@
+"""Tensors of a device: cases for it, and comparison of what it gave."""

@@ -1,0 +1,1 @@
+"""Checks by the source documents: limits, indices, modes, and the devices that are asked for."""

@@ -1,0 +1,1 @@
+"""Checks of the file: external data, versions, structure, tensors."""

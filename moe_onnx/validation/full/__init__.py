@@ -1,0 +1,1 @@
+"""Checks of level "full": gradients, updates, indices and unnamed rows of a run."""

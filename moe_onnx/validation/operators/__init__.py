@@ -1,0 +1,1 @@
+"""Checks of operators, of the types between them, and of local functions."""

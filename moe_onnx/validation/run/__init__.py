@@ -1,0 +1,1 @@
+"""Checks of level "run": sessions, outputs, other sizes, empty batches, cost."""

@@ -1,0 +1,164 @@
+"""Sessions of the model under validation: by every route, and with intermediate values as outputs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from onnx import ModelProto, TensorProto, ValueInfoProto
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from moe_onnx.adapters import python_ops
+from moe_onnx.errors import MoeOnnxError
+from moe_onnx.rewrite.legalize import uses_domain
+from moe_onnx.runtime.ort_values import to_numpy, to_ort_value
+from moe_onnx.runtime.session import KERNELS, InferenceSession
+from moe_onnx.spec import DOMAIN
+from moe_onnx.validation.run.memory import PeakMemory
+from moe_onnx.validation.subject import Subject
+
+Array = np.ndarray[Any, Any]
+Outputs = dict[str, Array]
+
+PLAIN = "plain"  # onnxruntime's own session, nothing registered: what any program would make
+_FOLDER = "session.model_external_initializers_file_folder_path"
+
+# Whatever onnxruntime and the operators raise; they have no common base.
+ERRORS: tuple[type[Exception], ...] = (
+    MoeOnnxError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    MemoryError,
+    *(
+        found
+        for name in vars(ort_errors)
+        if isinstance(found := getattr(ort_errors, name), type) and issubclass(found, Exception)
+    ),
+)
+
+
+_NOT_FETCHED = ("float8", "float4", "int4", "int2", "map(")  # as numpy has no such thing
+
+
+def is_not_here(error: Exception) -> bool:
+    """Whether a session lacks a kernel on this machine, or a kernel could not be set up."""
+    in_a_kernel = "Exception during initialization" in str(error) and "/providers/" in str(error)
+    return isinstance(error, ort_errors.NotImplemented) or in_a_kernel
+
+
+@dataclass
+class Session:
+    """A session, and what making it took."""
+
+    session: onnxruntime.InferenceSession
+    route: str
+    threads: int
+    seconds: float
+    megabytes: float | None
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the outputs that can be looked at."""
+        outputs = self.session.get_outputs()
+        return [o.name for o in outputs if not any(kind in o.type for kind in _NOT_FETCHED)]
+
+    def run(self, feeds: Mapping[str, Array], names: Sequence[str] | None = None) -> Outputs:
+        """The outputs by name; those of a sequence as ``name[0]`` and so on, absent ones left out."""
+        wanted = list(names) if names is not None else self.outputs
+        if not wanted:
+            return {}  # onnxruntime would give all
+        if self.route != PLAIN:
+            return _flat(wanted, self.session.run(wanted, dict(feeds)))
+        kinds = {arg.name: arg.type for arg in self.session.get_inputs()}
+        kinds |= {arg.name: arg.type for arg in self.session.get_outputs()}
+        if "tensor(bfloat16)" not in kinds.values():
+            return _flat(wanted, self.session.run(wanted, dict(feeds)))
+        values = {name: to_ort_value(value, kinds.get(name, "")) for name, value in feeds.items()}
+        found = self.session.run_with_ort_values(wanted, values)
+        return _flat(wanted, [to_numpy(value) for value in found])
+
+
+def routes(subject: Subject) -> tuple[str, ...]:
+    """The ways that this model can be run here: the kernels of our operators, and plain onnxruntime."""
+    if not uses_domain(subject.model):
+        return (PLAIN,)
+    ours = [name for name in KERNELS if name not in ("auto", "python")]
+    if not python_ops.UNAVAILABLE:
+        ours.insert(0, "python")
+    bodies = {f.name for f in subject.model.functions if f.domain == DOMAIN}
+    used = {node.op_type for _, node in subject.nodes() if node.domain == DOMAIN}
+    return (*ours, PLAIN) if used and used <= bodies else tuple(ours)
+
+
+def make_session(subject: Subject, route: str, threads: int = 1, extra: Iterable[str] = ()) -> Session:
+    """A session of the model.
+
+    Args:
+        subject: The model.
+        route: One of :func:`routes`.
+        threads: Of the session.
+        extra: Intermediate values of the main graph to be outputs as well.
+
+    Raises:
+        Exception: One of :data:`ERRORS`.
+    """
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    if subject.folder is not None:
+        options.add_session_config_entry(_FOLDER, str(subject.folder))
+    model = with_outputs(subject.model, extra)
+    memory, start = PeakMemory(), time.perf_counter()
+    if route == PLAIN:
+        # Providers are named, as onnxruntime for other devices wants it.
+        data = model.SerializeToString()
+        made = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    else:
+        made = InferenceSession(model, options, ["CPUExecutionProvider"], kernels=route)
+    return Session(made, route, threads, time.perf_counter() - start, memory.growth())
+
+
+def with_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
+    """The model itself, or a copy in which further values are outputs."""
+    present = {output.name for output in model.graph.output}
+    missing = [name for name in names if name not in present]
+    if not missing:
+        return model
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    copy.graph.output.extend(ValueInfoProto(name=name) for name in missing)
+    return copy
+
+
+def weight_bytes(subject: Subject) -> int:
+    """Bytes of all initializers, in the file or beside it."""
+    total = 0
+    for scope in subject.scopes:
+        for tensor in scope.initializers.values():
+            size = math.prod(tensor.dims)
+            total += size * _ITEM_BYTES.get(tensor.data_type, 4)
+    return total
+
+
+_ITEM_BYTES: dict[int, int] = {
+    TensorProto.DOUBLE: 8, TensorProto.INT64: 8, TensorProto.UINT64: 8, TensorProto.FLOAT16: 2,
+    TensorProto.BFLOAT16: 2, TensorProto.INT16: 2, TensorProto.UINT16: 2, TensorProto.INT8: 1,
+    TensorProto.UINT8: 1, TensorProto.BOOL: 1, TensorProto.COMPLEX128: 16, TensorProto.COMPLEX64: 8,
+}  # fmt: skip
+
+
+def _flat(names: Sequence[str], values: Sequence[Any]) -> Outputs:
+    found: Outputs = {}
+    for name, value in zip(names, values, strict=True):
+        if isinstance(value, list):
+            found |= _flat([f"{name}[{i}]" for i in range(len(value))], value)
+        elif value is not None and not isinstance(value, dict):
+            found[name] = np.asarray(value)
+    return found

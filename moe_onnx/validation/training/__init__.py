@@ -1,0 +1,1 @@
+"""Checks of training graphs against their manifest."""
