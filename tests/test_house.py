@@ -89,7 +89,8 @@ def test_imports_go_one_way(path: Path) -> None:
 def test_rooms_keep_off_what_is_not_theirs(path: Path) -> None:
     foreign = {name.split(".")[0] for name in imported(path)}
     assert not foreign & NOT_ALLOWED.get(room_of(path), set())
-    assert not foreign & {"torch", "transformers"}
+    if path.name != "tensor_files.py":  # reads .pt files, where torch is installed
+        assert not foreign & {"torch", "transformers"}
     if path.name != "python_ops.py":
         assert "onnxruntime_extensions" not in foreign
 

@@ -24,11 +24,11 @@ from moe_onnx.validation.subject import Options, open_subject
 
 families.load()
 OWN = (
-    "own_ops.nodes",
-    "documents.documented_limits",
-    "index_values.constant_indices",
-    "routing_maps.constant_maps",
-    "modes.modes_agree",
+    "operators.own_ops.nodes",
+    "documents.limits.documented_limits",
+    "documents.index_values.constant_indices",
+    "documents.routing_maps.constant_maps",
+    "documents.modes.modes_agree",
 )
 Shape = tuple[int, ...]
 ELEM = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int64": "int64", "int32": "int32"}
@@ -211,10 +211,12 @@ def test_sizes_that_are_not_known_are_said_to_be_left_out() -> None:
         if value.name in ("map", "probs"):
             value.type.tensor_type.shape.dim[1].dim_param = "experts"
     checks = {c.name: c.skipped for c in moe_onnx.validate(model, target="ascend910_93").checks}
-    assert "1 of 1 nodes" in checks["ub.unified_buffer"][0]
+    assert "1 of 1 nodes" in checks["documents.ub.unified_buffer"][0]
     checks = {c.name: c.skipped for c in moe_onnx.validate(model).checks}
-    assert checks["ub.unified_buffer"] == ("neither a target nor the size of a unified buffer was given",)
-    assert checks["target_support.target_support"] == ("no target was given",)
+    assert checks["documents.ub.unified_buffer"] == (
+        "neither a target nor the size of a unified buffer was given",
+    )
+    assert checks["documents.target_support.target_support"] == ("no target was given",)
 
 
 def test_findings_name_node_value_and_rule() -> None:

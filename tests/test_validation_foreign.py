@@ -40,7 +40,7 @@ def test_without_modules_nobody_knows_what_was_merged() -> None:
     model = norms()
     for node in model.graph.node:
         del node.metadata_props[:]
-    (check,) = [c for c in moe_onnx.validate(model).checks if c.name == "foreign.merged_parameters"]
+    (check,) = [c for c in moe_onnx.validate(model).checks if c.name == "hazards.foreign.merged_parameters"]
     assert "cannot be told" in check.skipped[0]
     for value in ("not python", "{}", "['a', 1]", "(" * 500):
         model.graph.node[0].metadata_props.add(key="pkg.torch.onnx.name_scopes", value=value)
@@ -123,7 +123,7 @@ def test_ids_from_outside_are_not_judged() -> None:
     )
     model = parse(text, imports=MOE)
     assert found(model) == []
-    (check,) = [c for c in moe_onnx.validate(model).checks if c.name == "expert_use.expert_ids"]
+    (check,) = [c for c in moe_onnx.validate(model).checks if c.name == "hazards.expert_use.expert_ids"]
     assert "cannot be told" in check.skipped[0]
 
 

@@ -190,7 +190,8 @@ def test_every_code_has_its_page() -> None:
 
 def test_explain() -> None:
     listed = run("explain")
-    assert listed.exit_code == 0 and [line.split()[0] for line in listed.output.splitlines()] == sorted(CODES)
+    assert listed.exit_code == 0
+    assert re.findall(r"^MO\d{3}", listed.output, re.MULTILINE) == sorted(CODES)
     one = run("explain", "mo001")
     assert one.exit_code == 0 and "defect of moe_onnx" in " ".join(one.output.split())
     assert run("explain", "MO000").exit_code == 2

@@ -199,7 +199,7 @@ def test_noise_is_a_finding_in_training_graphs_only() -> None:
     change("y", "noise = RandomNormalLike (before) after = Add (before, noise)")(noisy)
     report = run(noisy)
     assert report.ok
-    assert "gives other values in every run" in skipped(report, "comparisons.repeats")
+    assert "gives other values in every run" in skipped(report, "run.comparisons.repeats")
     update = copy_of(apply_model())
     name = update.graph.output[0].name
     reworked(update, name, "[noise] n = RandomNormalLike (before) after = Add (before, n)")
@@ -292,7 +292,7 @@ def test_a_model_that_cannot_be_fed_is_no_error() -> None:
     model = parse("g (float[n] x, int64[k] size) => (float[m] y) { y = Reshape (x, size) }")
     report = run(model)
     assert not own(report)
-    assert "says sizes" in skipped(report, "run.first_run")
+    assert "says sizes" in skipped(report, "run.routes.first_run")
 
 
 def test_integers_that_nobody_can_know_are_no_finding() -> None:
@@ -304,7 +304,7 @@ def test_integers_that_nobody_can_know_are_no_finding() -> None:
     """)
     report = run(model)
     assert not own(report)
-    assert "with what was drawn for 'columns'" in skipped(report, "run.first_run")
+    assert "with what was drawn for 'columns'" in skipped(report, "run.routes.first_run")
 
 
 def test_a_model_with_nothing_in_it() -> None:

@@ -100,7 +100,7 @@ def test_what_onnxruntime_saves_is_clean(kernels: str, tmp_path: Path) -> None:
     report = moe_onnx.validate(tmp_path / "saved.onnx")
     assert not findings(report), report.findings
     skipped = {check.name: check.skipped for check in report.checks}
-    assert "bodies have taken the place" in skipped["training_operators.operators"][0]
+    assert "bodies have taken the place" in skipped["training.operators.operators"][0]
 
 
 def test_a_graph_that_was_differentiated_again_is_clean() -> None:
@@ -126,7 +126,7 @@ def test_models_without_a_manifest_are_left_alone() -> None:
     report = moe_onnx.validate(plain_model())
     assert not findings(report)
     for check in report.checks:
-        if check.name.startswith(FAMILY) and not check.name.startswith("training_folder"):
+        if check.name.startswith(FAMILY) and not check.name.startswith("training.folder"):
             assert check.skipped and "no moe_onnx.manifest" in check.skipped[0], check
 
 
@@ -145,7 +145,7 @@ def test_a_saved_folder_is_clean(tmp_path: Path) -> None:
     for path in sorted(folder.glob("*.onnx")):
         report = moe_onnx.validate(path)
         assert not findings(report), (path, report.findings)
-        assert not [c.skipped for c in report.checks if c.name == "training_folder.folder" and c.skipped]
+        assert not [c.skipped for c in report.checks if c.name == "training.folder.folder" and c.skipped]
 
 
 @pytest.mark.parametrize("text", ['{"name": "a browser extension", "manifest_version": 3}', "", "\xff{"])

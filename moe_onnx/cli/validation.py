@@ -86,7 +86,9 @@ def explain(code: str | None) -> None:
     families.load()
     if code is None:
         for name in sorted(CODES):
-            CONSOLE.print(f"{name}  {CODES[name].severity:8} {CODES[name].title}", markup=False)
+            CONSOLE.print(
+                f"{name}  {CODES[name].severity:8} {CODES[name].title}", markup=False, soft_wrap=True
+            )
         return
     if code.upper() not in CODES:
         raise OptionError(f"There is no code {code!r}; moe-onnx explain lists all.")

@@ -38,8 +38,8 @@ def check(level: str, *codes: Code) -> Callable[[Function], Function]:
 
     def register(function: Function) -> Function:
         summary = (function.__doc__ or "").strip().split("\n")[0]
-        family = function.__module__.rpartition(".")[2]
-        CHECKS.append(Check(f"{family}.{function.__name__}", level, summary, codes, function))
+        module = function.__module__.removeprefix("moe_onnx.validation.")
+        CHECKS.append(Check(f"{module}.{function.__name__}", level, summary, codes, function))
         return function
 
     return register

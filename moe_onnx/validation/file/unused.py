@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from onnx import TensorProto
+
 from moe_onnx.validation.file.names import Names, names_of
 from moe_onnx.validation.file.tensor_data import Held
 from moe_onnx.validation.findings import Outcome
@@ -29,6 +31,15 @@ _MOVING = {
     "Squeeze",
     "Transpose",
     "Unsqueeze",
+}
+
+_FLAGS = 1024  # bytes that axes, sizes and flags may have
+_WEIGHTS = {
+    TensorProto.FLOAT,
+    TensorProto.FLOAT16,
+    TensorProto.BFLOAT16,
+    TensorProto.DOUBLE,
+    TensorProto.STRING,
 }
 
 DEAD_NODE = code(
@@ -104,6 +115,8 @@ def _initializers(here: Names, needed: set[str]) -> Iterator[Outcome]:
         for tensor in here.scope.graph.initializer
         if tensor.name and tensor.name not in needed and tensor.name not in here.inputs
     ]
+    # Axes, sizes and flags are left over as nodes that move data are.
+    unread = [held for held in unread if held.tensor.data_type in _WEIGHTS or (held.bytes or 0) > _FLAGS]
     if unread:
         size = sum(held.bytes or 0 for held in unread)
         shown = ", ".join(repr(held.tensor.name) for held in unread[:3])

@@ -91,7 +91,7 @@ ONNX_IS_OLDER = code(
 )
 OLD_OPSET = code(
     "MO130",
-    "warning",
+    "note",
     "The opset is older than onnxruntime promises to run",
     why="`onnxruntime` has kernels from opset 7 on; older operators run only where they did not change "
     "(measured: `Relu` of opset 5 has none).",
@@ -109,7 +109,8 @@ NOT_AN_INPUT = code(
     "MO132",
     "warning",
     "An initializer is no graph input, which IR versions before 4 ask for",
-    why="`onnx.checker` refuses it; `onnxruntime` does not mind.",
+    why="`onnx.checker` refuses such a model, and so do tools that follow the standard to the letter; "
+    "`onnxruntime` does not mind.",
     mend="Set model.ir_version to 4 or later (10 where there is no reason for another).",
 )
 
