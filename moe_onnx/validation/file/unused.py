@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from onnx import TensorProto
@@ -115,13 +116,18 @@ def _initializers(here: Names, needed: set[str]) -> Iterator[Outcome]:
         for tensor in here.scope.graph.initializer
         if tensor.name and tensor.name not in needed and tensor.name not in here.inputs
     ]
-    # Axes, sizes and flags are left over as nodes that move data are.
-    unread = [held for held in unread if held.tensor.data_type in _WEIGHTS or (held.bytes or 0) > _FLAGS]
+    unread = [held for held in unread if _is_weight(held)]
     if unread:
         size = sum(held.bytes or 0 for held in unread)
         shown = ", ".join(repr(held.tensor.name) for held in unread[:3])
         more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
         yield UNREAD_INITIALIZER(unread[0].where, found=f"no output depends on {shown}{more}: {size} bytes")
+
+
+def _is_weight(held: Held) -> bool:
+    """Whether more than a scalar, axes, sizes or flags, which are left over as nodes that move data are."""
+    several = math.prod(held.tensor.dims) != 1
+    return (several and held.tensor.data_type in _WEIGHTS) or (held.bytes or 0) > _FLAGS
 
 
 def _needed(here: Names) -> set[str]:
