@@ -58,6 +58,21 @@ def refused(model: onnx.ModelProto, *wrt: str, loss: str = "loss") -> str:
 X = np.arange(6.0).reshape(2, 3) + 1
 
 
+@pytest.mark.parametrize("product", ["Mul (x, s)", "Mul (s, x)"])
+def test_silu_takes_few_passes(product: str) -> None:
+    """Its two rules share what they can, whichever way round, and far out there is no NaN."""
+    nodes = f"s = Sigmoid (x) y = {product} loss = ReduceSum <keepdims = 0> (y)"
+    text = f"g (float[N] x) => (float loss) {{ {nodes} }}"
+    x = np.array([-200, -30, -5, -1e-3, 0, 0.7, 12, 40, 3e38], np.float32)
+    (found,) = gradients(model_of(text), {"x": x}, "x")
+    with np.errstate(over="ignore"):
+        s = 1 / (1 + np.exp(-x.astype(np.float64)))
+    np.testing.assert_allclose(found, s + x * (s * (1 - s)), rtol=5e-6, atol=1e-6)
+    if product == "Mul (x, s)":
+        added = [n.op_type for n in moe_onnx.differentiate(model_of(text), loss="loss", wrt=["x"]).graph.node]
+        assert sorted(added[3:]) == ["Add", "Expand", "Mul", "Mul", "Shape", "Sub"]
+
+
 # Refusals
 
 

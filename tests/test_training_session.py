@@ -13,6 +13,7 @@ import pytest
 from tiny_graph import SHAPES, Numpy, TinyGraph, V, batch
 
 import moe_onnx
+from moe_onnx.build import update
 from moe_onnx.errors import BatchError, CheckpointError, ModelError, NonFiniteError, OptionError
 from moe_onnx.runtime import training_session
 from moe_onnx.runtime.training_state import BoundGraph
@@ -323,6 +324,56 @@ def test_a_failed_update_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.undo()
     train.load_state_dict(good)
     assert train.step({"input_ids": IDS})["step"] == 1
+
+
+def sliced_sessions(
+    monkeypatch: pytest.MonkeyPatch, long_slice: int | None, **config: int
+) -> list[moe_onnx.TrainingSession]:
+    """Of a layer: in place, and to a second set of tensors; AdamW by slices from ``long_slice`` on."""
+    if long_slice is not None:
+        monkeypatch.setattr(update, "LONG_SLICE", long_slice)
+    layer = moe_onnx.MoeLayerConfig(**config)
+    done = []
+    for assembly in ("grad+apply", "step"):
+        graph = moe_onnx.build_training_graph(layer, assembly=assembly)
+        last = graph.models[assembly.split("+")[-1]]
+        onnx.checker.check_model(last, full_check=True)
+        scans = [node.op_type for node in last.graph.node].count("Scan")
+        assert scans == (0 if long_slice == 2**40 else 2)
+        done.append(moe_onnx.TrainingSession(graph, lr=0.1))
+    monkeypatch.undo()
+    return done
+
+
+@pytest.mark.parametrize(
+    ("experts", "hidden", "inner", "long_slice"),
+    [(2, 1, 1, 1), (3, 7, 5, 1), (8, 33, 31, 1), (20, 16, 8, 1), (2, 512, 512, None)],
+)
+def test_adamw_by_slices_is_adamw(
+    experts: int, hidden: int, inner: int, long_slice: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, also where every slice is written over the one it is made of."""
+    config = {"num_experts": experts, "hidden_size": hidden, "moe_intermediate_size": inner}
+    whole = sliced_sessions(monkeypatch, 2**40, **config)
+    slices = sliced_sessions(monkeypatch, long_slice, **config)
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        feed = {n: rng.standard_normal((24, hidden), np.float32) for n in ("hidden_states", "target")}
+        for train in (*whole, *slices):
+            train.step(feed)
+    states = [train.state_dict() for train in (*slices, *whole)]
+    assert all(same(state, states[-1]) for state in states)
+    assert any(states[-1]["experts.down_proj.exp_avg_sq"].ravel() > 0)
+
+
+def test_outputs_of_batches_of_one_shape() -> None:
+    """Their memory is used again, what was given is not."""
+    train = session()
+    for ids in (IDS, 6 - IDS, IDS[:1], IDS):
+        fresh = session().forward({"input_ids": ids})["logits"]
+        one = train.forward({"input_ids": ids})["logits"]
+        train.forward({"input_ids": 6 - ids[::-1]})
+        np.testing.assert_array_equal(one, fresh)
 
 
 def test_updates_are_made_in_place() -> None:

@@ -77,6 +77,8 @@ class Post:
 
     def take(self, session: int, *, any_thread: bool) -> list[tuple[str, BaseException]]:
         """Remove and return this session's errors, of this thread or of all."""
+        if not self._errors:  # as after nearly every run; an op's error is there before its run ends
+            return []
         me = threading.get_ident()
         with self._lock:
             mine = [e for e in self._errors if e[0] == session and (any_thread or e[1] == me)]

@@ -21,7 +21,7 @@ from moe_onnx.operators import BY_NAME
 from moe_onnx.spec import DOMAIN, VERSION
 
 Scalar = int | float | str | np.integer[Any] | np.floating[Any]
-Attribute = Scalar | Sequence[Scalar] | np.dtype[Any] | ir.DataType | ir.TensorProtocol
+Attribute = Scalar | Sequence[Scalar] | np.dtype[Any] | ir.DataType | ir.TensorProtocol | ir.Graph
 
 
 class Emitter:
@@ -55,6 +55,14 @@ class Emitter:
             yield
         finally:
             self._scope.pop()
+
+    def inside(self, name: str) -> Emitter:
+        """An emitter for a subgraph, the attribute of a node to come. It may use values of this graph."""
+        name = "/".join([*self._scope, name])
+        inner = Emitter(ir.Graph([], [], nodes=[], opset_imports=self.graph.opset_imports, name=name))
+        # A subgraph may not use a name again that the graph around it has.
+        inner._scope, inner._names, inner._node_names = [name], self._names, self._node_names
+        return inner
 
     def op(
         self,
@@ -231,6 +239,8 @@ def _attribute(name: str, value: Any) -> ir.Attr:
         value = int(value if isinstance(value, ir.DataType) else ir.DataType.from_numpy(value))
     elif isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, ir.Graph):
+        return ir.AttrGraph(name, value)
     if isinstance(value, int):
         return ir.AttrInt64(name, value)
     if isinstance(value, float):

@@ -270,7 +270,9 @@ class _Draft:
             decays = self.optimizer.decays(param.name)
             with self.e.scope("update"), self.e.scope(param.name):
                 if param.trained:
-                    value, states = update(self.e, self.optimizer, scalars, old, change, states, decays)
+                    value, states = update(
+                        self.e, self.optimizer, scalars, old, change, states, decays, param.shape
+                    )
                 else:
                     value = balance(self.e, old, change, self.config.router_bias_update_rate)
             updated.append((value, _updated(param), param.shape, "parameter"))

@@ -22,7 +22,7 @@ from moe_onnx.errors import DataError, MoeOnnxError
 from moe_onnx.runtime.checkpoint import has_checkpoint
 from moe_onnx.runtime.data import TokenDataset
 from moe_onnx.runtime.generate import generate
-from moe_onnx.runtime.session import interrupts_deferred
+from moe_onnx.runtime.interrupts import interrupts_deferred
 from moe_onnx.runtime.train import train
 from moe_onnx.runtime.training_session import TrainingSession, default_options
 from moe_onnx.spec import DOMAIN

@@ -105,6 +105,8 @@ def _default(
 
 def _converted(value: Any, info: TensorInfo) -> Array:
     wanted = np.dtype(info.dtype)
+    if type(value) is np.ndarray and value.dtype == wanted and value.flags.c_contiguous:
+        return value
     try:
         array = np.asarray(value)
     except (ValueError, TypeError) as error:
@@ -161,7 +163,7 @@ def _check_values(array: Array, name: str, config: Mapping[str, Any]) -> None:
                 raise _bad_value(array, bad, name, f"in [0, {vocab}) or {ignore} (left out)")
     elif name == LOAD_BEFORE and (array < 0).any():
         raise _bad_value(array, array < 0, name, ">= 0")
-    elif array.dtype.kind == "f" and not np.isfinite(array).all():
+    elif array.dtype.kind == "f" and not np.logical_and.reduce(np.isfinite(array), axis=None):
         raise _bad_value(array, ~np.isfinite(array), name, "finite")
 
 

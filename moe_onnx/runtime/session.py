@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,13 +17,13 @@ from google.protobuf.message import DecodeError, EncodeError
 from moe_onnx.adapters import python_ops
 from moe_onnx.errors import BodyCheckError, DtypeError, ModelError, MoeOnnxError, OptionError
 from moe_onnx.rewrite.legalize import BODY_DOMAIN, Legalized, legalize, uses_domain
+from moe_onnx.runtime.interrupts import interrupts_deferred
 from moe_onnx.runtime.ort_values import NUMPY_DTYPES, to_numpy, to_ort_value
 from moe_onnx.runtime.register import register
 
 KERNELS = ("auto", "python", "body")
 _FOLDER = "session.model_external_initializers_file_folder_path"
 _RULE = re.compile(r"Name:'(?:_inlfunc_\w*?_)?(Moe\w+): ([^']+)'")
-_deferring = False  # written by the main thread only
 
 
 class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
@@ -248,31 +247,3 @@ def _is_parallel(options: onnxruntime.SessionOptions) -> bool:
 
 def _has_external_data(model: onnx.ModelProto) -> bool:
     return any(t.data_location == onnx.TensorProto.EXTERNAL for t in model.graph.initializer)
-
-
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM while onnxruntime calls Python ops: raised there, they would abort.
-
-    Inside another such block, as of a training step, the outer one holds them.
-    """
-    global _deferring
-    if _deferring or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    caught: list[tuple[int, Any]] = []
-    before = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        handler = signal.getsignal(number)
-        if callable(handler):
-            before[number] = handler
-            signal.signal(number, lambda signum, frame: caught.append((signum, frame)))
-    _deferring = True
-    try:
-        yield
-    finally:
-        _deferring = False
-        for number, handler in reversed(before.items()):  # SIGINT, which raises, comes last
-            signal.signal(number, handler)
-        for signum, frame in caught:
-            before[signal.Signals(signum)](signum, frame)

@@ -10,7 +10,7 @@ from typing import Any
 from moe_onnx.errors import NonFiniteError, OptionError
 from moe_onnx.runtime.batch import with_padding
 from moe_onnx.runtime.data import TokenDataset
-from moe_onnx.runtime.session import interrupts_deferred
+from moe_onnx.runtime.interrupts import interrupts_deferred
 from moe_onnx.runtime.training_session import TrainingSession
 
 MAX_SKIPPED = 20

@@ -16,7 +16,8 @@ from moe_onnx.build.training_graph import TrainingGraph
 from moe_onnx.errors import CheckpointError, ModelError, NonFiniteError, OptionError
 from moe_onnx.runtime.batch import checked_batch
 from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
-from moe_onnx.runtime.session import InferenceSession, interrupts_deferred
+from moe_onnx.runtime.interrupts import interrupts_deferred
+from moe_onnx.runtime.session import InferenceSession
 from moe_onnx.runtime.training_state import STEP, Array, BoundGraph, TrainingState, checked_tensors
 
 ASSEMBLIES = ("grad+apply", "step")

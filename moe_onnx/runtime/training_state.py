@@ -90,7 +90,7 @@ class BoundGraph:
         self._session = session
         self._binding = session.io_binding()
         self._free: list[str] = []
-        self._batch: list[onnxruntime.OrtValue] = []
+        self._batch: list[Array] = []
         self.batch_inputs = graph.inputs_of("batch")
         self.metrics: dict[str, Cell] = {}
         # Bindings of older releases of onnxruntime do not keep their values alive.
@@ -112,12 +112,13 @@ class BoundGraph:
 
     def run(self, batch: Mapping[str, Array]) -> None:
         """Run on a batch; results are in the cells."""
-        values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in batch.items()}
-        for name, value in values.items():
-            self._binding.bind_ortvalue_input(name, value)
-        self._batch = list(values.values())
-        for name in self._free:  # anew each time: a binding keeps the shape of the last run
-            self._binding.bind_output(name, "cpu")
+        for name, array in batch.items():
+            self._binding.bind_cpu_input(name, array)  # looks at the array's memory
+        shapes = [array.shape for array in self._batch]
+        self._batch = list(batch.values())
+        if self._free and shapes != [array.shape for array in self._batch]:
+            for name in self._free:  # a binding keeps the shape, and the memory, of the last run
+                self._binding.bind_output(name, "cpu")
         self._session.run_with_iobinding(self._binding)
 
     def read_metrics(self) -> dict[str, Any]:

@@ -16,8 +16,21 @@ Grads = list[ir.Value | None]
 @register_gradient("Sigmoid", since=6)
 def sigmoid(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     """``d y (1 - y)``."""
-    y = node.outputs[0]
+    (x,), y = node.inputs, node.outputs[0]
+    assert x is not None
+    behind, silu = d.producer(), _product(x, y)
+    if silu is not None and behind is not None and behind.op_type == "Mul" and behind.inputs[1] is x:
+        # Below x y, whose rule gave d = c x and c y: c x y (1 - y) = c y (x - x y) are two passes less.
+        c = behind.inputs[0]
+        assert c is not None
+        return [g.mul(g.mul(c, y), g.sub(x, silu))]
     return [g.mul(d, g.mul(y, g.sub(g.like(1.0, y), y)))]
+
+
+def _product(x: ir.Value, y: ir.Value) -> ir.Value | None:
+    """``x y``, if the graph has it."""
+    nodes = (node for node, _ in y.uses() if node.op_type == "Mul" and set(node.inputs) == {x, y})
+    return next((node.outputs[0] for node in nodes), None)
 
 
 @register_gradient("Tanh", since=6)
