@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from safetensors.numpy import save_file
 
 import moe_onnx
+import moe_onnx.validation.device.golden
 from moe_onnx.cli import main
 from moe_onnx.validation.device.measure import histogram_labels, measure
 from moe_onnx.validation.device.standards import LEVELS, STANDARDS
@@ -185,15 +186,25 @@ def test_every_kind_of_file(tmp_path: Path) -> None:
     assert moe_onnx.compare({"x": X[:0]}, tmp_path / "none.npy").ok
     done = moe_onnx.compare({"x": X, "half": X}, tmp_path / "b.safetensors")
     assert done.ok and {row.dtype for row in done.rows} == {"float32", "bfloat16"}
-    meta = json.dumps({"dtypes": {"half": "bfloat16"}})
-    np.savez(tmp_path / "ours.npz", half=bf16.view(np.uint16), __meta__=np.array(meta))
-    assert moe_onnx.compare({"half": X}, tmp_path / "ours.npz").rows[0].dtype == "bfloat16"
     for side in ("e", "d"):
         (tmp_path / side / "step0").mkdir(parents=True)
         np.save(tmp_path / side / "step0" / "grad.npy", X)
         np.savez(tmp_path / side / "more.npz", y=X, z=X)
     done = moe_onnx.compare(tmp_path / "e", tmp_path / "d")
     assert done.ok and [row.name for row in done.rows] == ["more/y", "more/z", "step0/grad"]
+
+
+def test_a_golden_case_is_held_against_what_a_device_gave(tmp_path: Path) -> None:
+    """Its inputs and attributes are not asked of the device; bfloat16 is not read as integers."""
+    case = tmp_path / "case.npz"
+    arguments = ["golden", "MoeInitRoutingV2Grad", "--dtype", "bfloat16", "-o", str(case)]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    expected = moe_onnx.validation.device.golden.load_golden(case)[0]["output.grad_x"]
+    row = moe_onnx.compare(case, {"grad_x": expected}).rows
+    assert [(r.name, r.dtype, r.ok) for r in row] == [("grad_x", "bfloat16", True)]
+    assert not moe_onnx.compare(case, {"grad_x": expected * 2}).ok
+    np.savez(tmp_path / "mine.npz", meta=X)  # a tensor of that name is a tensor
+    assert moe_onnx.compare({"meta": X}, tmp_path / "mine.npz").ok
 
 
 @pytest.mark.parametrize("name", ["x.npy", "x.npz", "x.safetensors"])

@@ -1,10 +1,13 @@
-"""``moe-onnx validate``, ``explain`` and ``compare``."""
+"""``moe-onnx validate``, ``explain``, ``compare`` and ``golden``."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 from rich.markdown import Markdown
@@ -13,6 +16,9 @@ from moe_onnx.cli.options import CONSOLE, WORK_FAILED
 from moe_onnx.errors import OptionError
 from moe_onnx.validation import families
 from moe_onnx.validation.device.compare import compare as compare_tensors
+from moe_onnx.validation.device.golden import golden_modes, save_golden
+from moe_onnx.validation.device.golden_calls import MAKERS
+from moe_onnx.validation.device.golden_data import DTYPES, Sizes
 from moe_onnx.validation.device.standards import LEVELS as STANDARD_LEVELS
 from moe_onnx.validation.documents.targets import TARGETS
 from moe_onnx.validation.findings import LEVELS, write_beside
@@ -22,6 +28,7 @@ from moe_onnx.validation.printing import print_comparison, print_report
 from moe_onnx.validation.registry import CODES
 from moe_onnx.validation.validate import validate as validate_model
 
+F = TypeVar("F", bound=Callable[..., Any])
 OUTPUT = click.Path(path_type=Path, dir_okay=False, writable=True)
 ANY = click.Path(path_type=Path)
 
@@ -163,4 +170,65 @@ def compare(
     sys.exit(0 if done.ok else WORK_FAILED)
 
 
-COMMANDS = (validate, explain, compare)
+def _size_options(command: F) -> F:
+    for field in reversed(fields(Sizes)):
+        command = click.option(
+            f"--{field.name.replace('_', '-')}",
+            type=click.IntRange(min=1),
+            default=field.default,
+            show_default=True,
+        )(command)
+    return command
+
+
+@click.command()
+@click.argument("op", required=False)
+@click.option("--case", help="The operator's mode, or 'all'; default: its first.")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True)
+@click.option("--probs-dtype", type=click.Choice(list(DTYPES)), help="Default: dtype.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--exact", is_flag=True, help="Data whose results are equal to the bit in any order of sums.")
+@_size_options
+@click.option("-o", "--output", type=ANY, help="A file.npz; with --case all a folder.")
+def golden(
+    op: str | None,
+    case: str | None,
+    dtype: str,
+    probs_dtype: str | None,
+    seed: int,
+    exact: bool,
+    output: Path | None,
+    **sizes: int,
+) -> None:
+    """Write inputs and expected outputs of the operator OP as .npz, to feed a test of a device.
+
+    Without OP: the operators and their cases. The same arguments give the same file, byte for byte.
+
+    \b
+    Examples:
+      moe-onnx golden
+      moe-onnx golden MoeInitRoutingV2Grad --case drop_pad --dtype bfloat16 --seed 7 -o case.npz
+      moe-onnx golden MoeTokenUnpermuteWithRoutingMapGrad --case all --tokens 4096 --hidden 7168 -o cases
+      moe-onnx compare case.npz what_the_device_gave.npz
+    """  # noqa: D301
+    if op is None:
+        for name in MAKERS:
+            CONSOLE.print(f"{name}: {', '.join(golden_modes(name))}", markup=False, soft_wrap=True)
+        return
+    modes = golden_modes(op)
+    if output is None:
+        raise click.UsageError("-o is missing: where to write to.")
+    files = {output: case}
+    if case == "all":
+        output.mkdir(parents=True, exist_ok=True)
+        files = {output / f"{op}.{mode}.npz": mode for mode in modes}
+    elif output.suffix != ".npz":
+        raise click.UsageError(f"-o must name a file that ends in .npz, got '{output}'.")
+    for path, mode in files.items():
+        save_golden(
+            path, op, mode=mode, dtype=dtype, probs_dtype=probs_dtype, seed=seed, exact=exact, **sizes
+        )
+        CONSOLE.print(f"written: {path}", markup=False, soft_wrap=True)
+
+
+COMMANDS = (validate, explain, compare, golden)

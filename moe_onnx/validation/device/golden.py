@@ -27,8 +27,9 @@ from moe_onnx.errors import ModelFileError, OptionError
 from moe_onnx.operators import BY_NAME
 from moe_onnx.validation.device.golden_calls import MAKERS, Call
 from moe_onnx.validation.device.golden_data import DTYPES, Array, Draw, Making, Sizes
+from moe_onnx.validation.device.tensor_files import GOLDEN_FORMAT
 
-GOLDEN_FORMAT, GOLDEN_VERSION = "moe_onnx.golden", 1
+GOLDEN_VERSION = 1
 _NOTES = {
     "MoeTokenUnpermuteWithRoutingMap": "The device's kernel does not write out_index and permute_token_id "
     "without drop_and_pad; here they are sorted_indices.",

@@ -22,7 +22,9 @@ from safetensors import SafetensorError, safe_open
 from moe_onnx.errors import DataError
 
 SUFFIXES = (".npy", ".npz", ".safetensors", ".pt")
-META = "__meta__"  # an entry of our own .npz files that is no tensor
+META = "meta"  # the entry of a golden case that says what it is
+GOLDEN_FORMAT = "moe_onnx.golden"
+_OUTPUT = "output."
 
 Array = NDArray[Any]
 Reader = Callable[[], Array]
@@ -32,7 +34,7 @@ def tensors(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Rea
     """What reads each tensor of a file, of a folder, or of a mapping of arrays, by name.
 
     In a folder, a tensor is called after its file's path in it without the suffix, followed by ``/`` and
-    its own name where the file holds more than one.
+    its own name where the file holds more than one. Of a golden case there are the outputs.
 
     Raises:
         DataError: If there is nothing to read, or a file is not what its suffix says.
@@ -77,18 +79,22 @@ def _npy(path: Path) -> dict[str, Reader]:
 
 def _npz(path: Path) -> dict[str, Reader]:
     with _open_npz(path) as file:
-        names = [name for name in file.files if name != META]
-        dtypes = _npz_dtypes(file)
+        entries = {name: name for name in file.files}
+        meta = _golden_meta(file)
+    if meta is not None:  # a golden case: what a device gives is held to its outputs
+        outputs = [name for name in entries if name.startswith(_OUTPUT)]
+        entries = {name.removeprefix(_OUTPUT): name for name in outputs}
+    dtypes = {} if meta is None else meta["dtypes"]
 
     def reader(name: str) -> Reader:
         def read() -> Array:
             with _open_npz(path) as file:
                 array: Array = file[name]
-            return array.view(dtypes[name]) if name in dtypes else array
+            return array.view("bfloat16") if dtypes.get(name) == "bfloat16" else array
 
         return read
 
-    return {name: reader(name) for name in names}
+    return {shown: reader(name) for shown, name in entries.items()}
 
 
 def _open_npz(path: Path) -> Any:
@@ -97,12 +103,15 @@ def _open_npz(path: Path) -> Any:
     return np.load(path, allow_pickle=False)
 
 
-def _npz_dtypes(file: Any) -> dict[str, str]:
-    """Dtypes that numpy's format has no name for, from our own meta entry."""
-    if META not in file.files:
-        return {}
-    meta = json.loads(str(file[META][()]))
-    return dict(meta.get("dtypes", {})) if isinstance(meta, dict) else {}
+def _golden_meta(file: Any) -> dict[str, Any] | None:
+    """The meta entry of a golden case, None where the file is none."""
+    if META not in file.files or (entry := file[META]).dtype.kind != "U":
+        return None
+    try:
+        meta = json.loads(str(entry))
+    except ValueError:
+        return None
+    return meta if isinstance(meta, dict) and meta.get("format") == GOLDEN_FORMAT else None
 
 
 def _safetensors(path: Path) -> dict[str, Reader]:
