@@ -208,15 +208,19 @@ def rows_or_zeros(out: str, rows: str, index: str, some_none: str) -> str:
     )
 
 
-# From the checked index, -1 for none: is_named_flat and num_named, and late_zero, a zero that is known at
-# run time only. Branches hang on it: of a branch that a runtime inlines it forgets the names of the nodes,
-# which are the rules. Shapes do where a branch may be dead: known sizes are compared in it all the same
-# when a runtime loads it.
-LATE_ZERO = """
-    is_named_flat = GreaterOrEqual (index, zero)
-    named_long = Cast <to = 7> (is_named_flat)
-    num_named = ReduceSum <keepdims = 1> (named_long)
-    late_zero = Mul (num_named, zero)
+def run_time_zero(tensor: str) -> str:
+    """ONNX text for late_zero, which is known at run time only: from an element of ``tensor``, of floats.
+
+    Branches hang on it: of a branch that a runtime inlines it forgets the names of the nodes, which are the
+    rules. Shapes do where a branch may be dead: known sizes are compared in it all the same when a runtime
+    loads it. Indices and maps may be constants, so it is not from them.
+    """
+    return f"""
+    late_elements = Reshape ({tensor}, minus_one)
+    late_element = Slice (late_elements, zero, one, zero)
+    late_integer = Cast <to = 7> (late_element)
+    late_sum = ReduceSum <keepdims = 1> (late_integer)
+    late_zero = Mul (late_sum, zero)
 """
 
 

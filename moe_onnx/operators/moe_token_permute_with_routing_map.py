@@ -25,6 +25,7 @@ from moe_onnx.operators._body import (
     is_there,
     precision,
     rows_or_zeros,
+    run_time_zero,
     sizes_agree,
 )
 from moe_onnx.operators._routing_map import (
@@ -254,9 +255,12 @@ BODY = body(
         "routing_map must select at most top_k experts per token",
         "has_too_many",
         before="passed_sizes",
-        after="passed_map",
+        after="passed_map_early",
     ),
+    # Of the branch that is not taken too a runtime compares the sizes that it knows at load.
+    run_time_zero("tokens"),
     """
+    passed_map = Add (passed_map_early, late_zero)
     n_checked = Add (n, passed_map)
     token_of_row, row_cell_all, sorted_long = If (is_padded) <
         then_branch = padded () => (padded_token, padded_cell, padded_sorted) {

@@ -22,7 +22,6 @@ from moe_onnx.operators._arrays import (
     wide_dtype,
 )
 from moe_onnx.operators._body import (
-    LATE_ZERO,
     attribute,
     body,
     check,
@@ -36,6 +35,7 @@ from moe_onnx.operators._body import (
     per_precision,
     precision,
     rows_or_zeros,
+    run_time_zero,
     sizes_agree,
 )
 from moe_onnx.operators._routing_map import (
@@ -350,7 +350,7 @@ BODY = body(
     """
     index = Add (index_given, passed_index)
     """,
-    LATE_ZERO,
+    run_time_zero("permuted_token_output_grad"),
     """
     num_tokens_late = Add (num_tokens, late_zero)
     num_experts_late = Add (num_experts, late_zero)
@@ -365,6 +365,9 @@ BODY = body(
         else_branch = unpadded () => (unpadded_sum) {
             slots_shape = Concat <axis = 0> (num_tokens_late, k_free)
             slot_row = Reshape <allowzero = 1> (index, slots_shape)
+            is_named_flat = GreaterOrEqual (index, zero)
+            named_long = Cast <to = 7> (is_named_flat)
+            num_named = ReduceSum <keepdims = 1> (named_long)
             some_left_out = Less (num_named, n)
     """,
     rows_or_zeros("slot_rows", ROWS, "slot_row", "some_left_out"),

@@ -13,7 +13,6 @@ import numpy as np
 from moe_onnx.errors import MissingInputError, ShapeError
 from moe_onnx.operators._arrays import Array, check_range, check_unique, given, read, wide_dtype
 from moe_onnx.operators._body import (
-    LATE_ZERO,
     attribute,
     body,
     check,
@@ -27,6 +26,7 @@ from moe_onnx.operators._body import (
     per_precision,
     precision,
     rows_or_zeros,
+    run_time_zero,
     sizes_agree,
 )
 from moe_onnx.operators._routing_map import (
@@ -342,7 +342,7 @@ BODY = body(
     """
     index = Add (index_given, passed_index)
     """,
-    LATE_ZERO,
+    run_time_zero("permuted_tokens"),
     """
     unit = Constant <value = double {1.0}> ()
     no_weight = Constant <value = double {0.0}> ()
@@ -372,6 +372,7 @@ BODY = body(
         else_branch = unpadded () => (unpadded_sum, unpadded_out_index, unpadded_token_id, unpadded_probs) {
             slots_shape = Concat <axis = 0> (num_tokens, k)
             slot_index = Reshape <allowzero = 1> (index, slots_shape)
+            is_named_flat = GreaterOrEqual (index, zero)
             is_named = Reshape <allowzero = 1> (is_named_flat, slots_shape)
             has_probs_late = Add (has_probs, late_zero)
             has_probs_now = Cast <to = 9> (has_probs_late)

@@ -31,6 +31,7 @@ from moe_onnx.operators._body import (
     per_precision,
     precision,
     row_dots,
+    run_time_zero,
     sizes_agree,
     with_zero_row,
 )
@@ -565,7 +566,9 @@ BODY = body(
     is_slot_form = And (is_same, not_padded)
     # Branches hang on a zero that is known at run time only: of a branch that a runtime inlines it
     # forgets the names of the nodes, which are the rules, and branches in branches have crashed it.
-    late_zero = Mul (num_equal, zero)
+    """,
+    run_time_zero("unpermuted_tokens_grad"),
+    """
     has_probs_late = Add (has_probs, late_zero)
     has_probs_now = Cast <to = 9> (has_probs_late)
     num_permuted_late = Add (num_permuted, late_zero)
