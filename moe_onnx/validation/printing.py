@@ -83,7 +83,7 @@ def _table(figure: Table) -> RichTable:
         all(isinstance(row[i], (int, float)) for row in figure.rows) for i in range(len(figure.columns))
     ]
     for column, right in zip(figure.columns, numeric, strict=True):
-        table.add_column(column, justify="right" if right else "left")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
     for row in figure.rows:
         table.add_row(*(escape(number(cell)) for cell in row))
     return table
@@ -91,7 +91,7 @@ def _table(figure: Table) -> RichTable:
 
 def _bars(figure: Bars) -> RichTable:
     scale = scale_of(figure)
-    limit = "" if figure.limit is None else f" (limit {figure.limit:.3g} {figure.unit})"
+    limit = "" if figure.limit is None else f" (limit {f'{figure.limit:.3g} {figure.unit}'.strip()})"
     table = RichTable(title=figure.title + limit, title_justify="left", box=None, show_header=False)
     for label, value in zip(figure.labels, figure.values, strict=True):
         over = figure.limit is not None and not value <= figure.limit
