@@ -341,3 +341,24 @@ def test_the_dependences_of_a_graph_are_those_of_its_values() -> None:
     assert "a" not in flow.ancestors(["y"]) and {"b", "c", "which"} <= flow.ancestors(["y"])
     assert flow.spread("z").inputs == {"a"}
     assert flow.order.index(flow.maker["y"]) > flow.order.index(flow.maker["inside"])
+
+
+def test_updates_by_slices_are_looked_into() -> None:
+    """Large stacked weights are updated by a Scan: the checks see through it."""
+    config = moe_onnx.MoeLayerConfig(
+        hidden_size=512, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=512
+    )
+    graph = moe_onnx.build_training_graph(config, assembly="apply", optimizer=moe_onnx.AdamW())
+    model = graph.models["apply"]
+    scans = [node for node in model.graph.node if node.op_type == "Scan"]
+    assert len(scans) >= 2 and not findings(moe_onnx.validate(model))
+    broken = copy_of(model)
+    scan = next(node for node in broken.graph.node if node.op_type == "Scan")
+    scan.input[1] = scan.input[0]  # the parameter in the gradient's place
+    assert "MO614" in moe_onnx.validate(broken).codes
+    broken = copy_of(model)
+    first, second, *_ = (node for node in broken.graph.node if node.op_type == "Scan")
+    first.input[2] = second.input[2]  # another parameter's moment
+    assert "MO615" in moe_onnx.validate(broken).codes
+    scan.ClearField("output")
+    assert "MO001" not in moe_onnx.validate(broken).codes
