@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -257,6 +258,16 @@ def test_names_that_are_imported_on_first_use() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
     with pytest.raises(AttributeError, match="'trian'"):
         moe_onnx.trian  # noqa: B018
+
+
+@pytest.mark.parametrize("before", [None, "upb"])
+def test_import_leaves_the_environment_alone(before: str | None) -> None:
+    """onnxruntime-extensions slows protobuf down in all processes that are started after its import."""
+    name = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
+    code = "import os; before = dict(os.environ); import moe_onnx; assert dict(os.environ) == before"
+    env = {key: value for key, value in os.environ.items() if key != name}
+    env |= {name: before} if before else {}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=env)
 
 
 def test_import_is_light() -> None:

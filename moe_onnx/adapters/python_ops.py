@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,6 +31,10 @@ from moe_onnx.operators import BY_NAME
 from moe_onnx.operators._arrays import Array
 from moe_onnx.spec import DOMAIN, OpSpec
 
+# onnxruntime-extensions tells protobuf, by the environment, to be the one in pure Python (0.15). This process
+# has loaded it already; in every process that it starts, reading a model would take five times as long.
+_PROTOBUF = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
+_protobuf_before = os.environ.get(_PROTOBUF)
 try:
     import onnxruntime_extensions as _extensions
     from onnxruntime_extensions import PyCustomOpDef, onnx_op
@@ -38,6 +43,11 @@ try:
     UNAVAILABLE = ""
 except ImportError as _error:  # the numpy functions and the function bodies work without it
     UNAVAILABLE = f"onnxruntime-extensions cannot be imported ({_error}); pip install onnxruntime-extensions"
+finally:
+    if _protobuf_before is None:
+        os.environ.pop(_PROTOBUF, None)
+    else:
+        os.environ[_PROTOBUF] = _protobuf_before
 
 SESSION_DOMAIN = "moe_onnx.session"
 SERVED = frozenset(kernel.name for kernel in PYTHON_KERNELS)
