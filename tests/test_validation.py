@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from broken_models import Mutation, mutations
+from test_validation_intact import FOREIGN
 
 import moe_onnx
 from moe_onnx.validation import families
@@ -50,3 +51,10 @@ def test_every_check_is_loaded() -> None:
         if "\n@check(" in path.read_text("utf-8")
     }
     assert with_checks == set(families.MODULES)
+
+
+def test_the_readme_counts_right() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
+    assert f"Each of the {len(CODES) - 1} codes is caught in models broken for that reason only" in readme
+    assert f"({len(ALL)} of them, `tests/broken_*.py`)" in readme
+    assert f"{len(FOREIGN)} models that come with onnx" in " ".join(readme.split())
