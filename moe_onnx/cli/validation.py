@@ -60,6 +60,9 @@ def validate(
     run     also sessions by every route, equal outputs, repeats, threads, other sizes, empty batches
     full    also every gradient against finite differences in float64
 
+    Models with more than 2 GiB of weights are not loaded for run and full, and a run that takes longer
+    than 60 s is ended: -v shows what was left out.
+
     \b
     Examples:
       moe-onnx validate model/grad.onnx

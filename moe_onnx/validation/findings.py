@@ -101,6 +101,10 @@ class Skipped:
     reason: str
 
 
+class NotDone(Exception):
+    """Raised inside a check that cannot go on: what it found so far holds, its message is why it stopped."""
+
+
 Figure = Table | Bars
 Outcome = Finding | Figure | Skipped
 

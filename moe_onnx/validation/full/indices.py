@@ -19,6 +19,7 @@ from moe_onnx.validation.full.lively import Arrays, is_too_large, lively_feeds
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.run.drawing import Array, required_inputs
 from moe_onnx.validation.run.feeds import manifest_of
+from moe_onnx.validation.run.limits import TooLong, within_limit
 from moe_onnx.validation.subject import Subject
 
 _MOST_ELEMENTS = 2**27  # of a node's outputs; rows of zeros are made to ask the reference
@@ -181,6 +182,8 @@ def _values(
     while good < bad - 1:
         try:
             found, good = _run(model, watches[:trial], subject, feed), trial
+        except TooLong:
+            raise  # it would be as long for fewer nodes
         except Exception as exception:  # onnxruntime's own classes have no common base
             bad, error = trial, line(exception)
         trial = (good + bad) // 2
@@ -199,7 +202,8 @@ def _run(model: ModelProto, watches: Sequence[_Watch], subject: Subject, feed: A
     fed = {
         n: v.astype(np.float32) if kinds[n] == "tensor(float)" else v for n, v in feed.items() if n in kinds
     }
-    values = dict(zip(made, session.run(made, fed), strict=True))
+    ran = within_limit(lambda options: session.run(made, fed, options))
+    values = dict(zip(made, ran, strict=True))
     return values | known
 
 
