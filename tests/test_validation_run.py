@@ -481,7 +481,7 @@ def test_bytes_are_those_of_the_dtype() -> None:
     ("text", "left"),
     [
         (
-            "Exception during initialization: /src/ort/core/providers/cpu/math/element_wise_ops.h:256 onnxruntime::"
+            "Exception during initialization: /src/ort/core/cpu/math/element_wise_ops.h:256 onnxruntime::"
             "Div<T>::Div(const onnxruntime::OpKernelInfo&) [with T = long int] b_data[i] != T{0} "
             "was false. Integer division by zero\n",
             "Exception during initialization: Integer division by zero",

@@ -106,7 +106,8 @@ def _made(subject: Subject) -> Runs:
     runs = Runs(subject, manifest_of(subject))
     size, most = weight_bytes(subject) + fed_bytes(subject), subject.options.max_bytes
     if size > most:
-        runs.skipped = f"weights of {size / 2**20:,.0f} MB are more than the {most / 2**20:,.0f} MB for runs"
+        held, limit = (f"{number / 2**20:,.0f} MB" for number in (size, most))
+        runs.skipped = f"weights and inputs of {held} are more than the {limit} for runs"
         return runs
     for route in routes(subject):
         try:
