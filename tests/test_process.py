@@ -181,7 +181,9 @@ def python(code: str) -> tuple[list[str], dict[str, str]]:
 
 def fresh_child(scenario: Callable[..., None], *args: Any) -> list[Any]:
     """What the scenario said in a fresh interpreter, which must end by itself, soon and well."""
-    command, env = python(f"import test_process as t; t.{scenario.__name__}(*{args!r}); t.say(end=t.time.time())")
+    command, env = python(
+        f"import test_process as t; t.{scenario.__name__}(*{args!r}); t.say(end=t.time.time())"
+    )
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
     return heard(done.returncode, done.stdout, done.stderr)
 
