@@ -9,7 +9,7 @@ from rich.table import Table as RichTable
 from moe_onnx.validation.device.compare import Comparison
 from moe_onnx.validation.device.measure import Errors, histogram_labels
 from moe_onnx.validation.findings import Bars, Report, Table
-from moe_onnx.validation.html import counted, number, scale_of
+from moe_onnx.validation.saying import counted, number, scale_of
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "blue"}
 _BAR = 32  # characters
