@@ -241,7 +241,26 @@ def in_a_branch(model: onnx.ModelProto) -> None:
     )
 
 
+LOCAL = ', "local" : 1'
+PRODUCT = """
+    einsum (float[2, 3] x, float[3, 4] y) => (float[2, 4] z) {
+        [product] z = Einsum <equation = "ij, jk -> ik"> (x, y)
+    }
+"""
+EINSUM_CALL = """
+    einsum (float[2, 3] x) => (float[2] z) { [call] z = local.Sum <eq = "ij->i"> (x) }
+    <opset_import: ["" : 21], domain: "local">
+    Sum <eq> (a) => (b) { [sum] b = Einsum <equation: string = @eq> (a) }
+"""
+
+
 MUTATIONS = [
+    edited("MO410", "a dot", PRODUCT, "ij, jk", "i.j, jk"),
+    edited("MO410", "an arrow of Unicode", PRODUCT, "->", "\u2192"),
+    edited("MO410", "half an arrow", PRODUCT, "-> ik", "-"),
+    edited("MO410", "a digit", PRODUCT, "ij, jk", "i1, 1k"),
+    edited("MO410", "by the call of a function", EINSUM_CALL, "ij->i", "i_j", LOCAL),
+    edited("MO410", "no session of it", PRODUCT, "ij, jk", "i....j, jk", level="run"),
     edited("MO409", "more outputs", HALVES, "a, b =", "a, b, more =", also=("MO321",)),
     edited("MO409", "fewer outputs", HALVES, "num_outputs = 2", "num_outputs = 3", also=("MO321",)),
     edited("MO409", "huge number", HALVES, "num_outputs = 2", "num_outputs = 1000000000000", also=("MO321",)),

@@ -21,6 +21,7 @@ MODULES: tuple[str, ...] = (
     "hazards.pads",
     "hazards.kernels",
     "hazards.costs",
+    "hazards.equations",
     # The source documents, and devices
     "documents.limits",
     "documents.index_values",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,6 +15,9 @@ from moe_onnx.adapters.schema import inference_goes_on
 _SMALL = 1024  # elements; what inference may want to read: sizes, axes
 _MOST_NODES = 5_000_000  # that inference is left alone with
 _LONGEST_VECTOR = 2**20  # that onnx may hold as sizes
+_TERM = r"[A-Za-z]*(\.\.\.)?[A-Za-z]*"
+_EQUATION = re.compile(f"{_TERM}(,{_TERM})*(->{_TERM})?")
+_NO_OPERATOR = "Einsum whose equation is none"  # which inference passes over
 
 
 def infer_types(model: ModelProto) -> tuple[ModelProto, str]:
@@ -81,7 +85,12 @@ def endless(model: ModelProto) -> str:
 
 
 def ends_inference(node: NodeProto) -> bool:
-    """Whether inference of a node's types ends the process, or takes memory without end.
+    """Whether inference of a node's types ends the process, or takes memory or time without end."""
+    return has_other_outputs(node) or bool(bad_equations(node))
+
+
+def has_other_outputs(node: NodeProto) -> bool:
+    """Whether a Split has another number of outputs than it says.
 
     onnx 1.23.2 checks no bounds where a Split has more outputs than its ``num_outputs``: it aborts.
     """
@@ -91,13 +100,35 @@ def ends_inference(node: NodeProto) -> bool:
     return any(count > 0 and count != len(node.output) for count in given)
 
 
+def bad_equations(node: NodeProto) -> list[str]:
+    """The equations of an Einsum that are none.
+
+    onnx 1.23.2 and onnxruntime 1.32 look for the end of a term for ever where it holds another character.
+    """
+    if node.op_type != "Einsum" or node.domain not in ("", "ai.onnx"):
+        return []
+    given = [a.s.decode("utf-8", "replace") for a in node.attribute if a.name == "equation"]
+    return [one for one in given if not _EQUATION.fullmatch(one.replace(" ", ""))]
+
+
 def _blunt(model: ModelProto) -> None:
     """Take from a copy what inference does not survive; a check says what is wrong with it."""
-    for node in _nodes([*model.graph.node, *(node for f in model.functions for node in f.node)]):
-        if ends_inference(node):
-            for attribute in node.attribute:
-                if attribute.name == "num_outputs":
-                    attribute.i = max(1, len(node.output))
+    for node in _nodes(model.graph.node):
+        _blunt_node(node)
+    for node in _nodes(node for function in model.functions for node in function.node):
+        _blunt_node(node)
+        # What a call gives as the equation, inference puts in.
+        if node.op_type == "Einsum" and any(attribute.ref_attr_name for attribute in node.attribute):
+            node.op_type = _NO_OPERATOR
+
+
+def _blunt_node(node: NodeProto) -> None:
+    if bad_equations(node):
+        node.op_type = _NO_OPERATOR
+    elif has_other_outputs(node):
+        for attribute in node.attribute:
+            if attribute.name == "num_outputs":
+                attribute.i = max(1, len(node.output))
 
 
 def _calls(nodes: Iterable[NodeProto]) -> Iterator[tuple[str, str]]:

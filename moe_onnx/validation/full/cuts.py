@@ -8,6 +8,7 @@ import onnxruntime
 from onnx import AttributeProto, ModelProto, NodeProto, TypeProto, ValueInfoProto
 
 from moe_onnx.runtime.session import InferenceSession
+from moe_onnx.validation.hazards.equations import unreadable_equation
 from moe_onnx.validation.run.messages import said
 from moe_onnx.validation.run.sessions import QUIET
 from moe_onnx.validation.subject import Subject
@@ -73,6 +74,8 @@ def session_of(model: ModelProto, subject: Subject, *, plain: bool = False) -> o
     Raises:
         Exception: Whatever onnxruntime or the model's operators have against it.
     """
+    if place := unreadable_equation(subject):
+        raise RuntimeError(f"onnxruntime does not come to an end with the equation of {place}")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what is wrong with the model is said by others
     options.intra_op_num_threads = 1

@@ -214,7 +214,7 @@ def _of_node(watch: _Watch, found: Arrays, rows: list[tuple[Any, ...]]) -> Itera
         if value is not None and not watch.is_index(at):
             value = np.broadcast_to(np.float32(0), tuple(int(size) for size in value))
         elif value is not None and watch.spec.inputs[at].dtypes == INDICES and value.size:
-            rows.append((watch.where, watch.spec.inputs[at].name, *_summary(value)))
+            rows.append((watch.node.name or watch.where, watch.spec.inputs[at].name, *_summary(value)))
         values.append(value)
     if sum(value.size for value in values if value is not None) > _MOST_ELEMENTS:
         yield Skipped(f"{watch.where}: its inputs have more than {_MOST_ELEMENTS:,} elements")

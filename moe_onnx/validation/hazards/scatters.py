@@ -23,7 +23,7 @@ from moe_onnx.validation.hazards.values import (
 )
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Scope, Subject
-from moe_onnx.validation.types import ends_inference
+from moe_onnx.validation.types import has_other_outputs
 
 LOST_UPDATES = code(
     "MO401",
@@ -161,7 +161,7 @@ def _indices(subject: Subject) -> Iterator[Outcome]:
 def splits(subject: Subject) -> Iterable[Outcome]:
     """Every Split has the outputs that it says it has."""
     for scope, node in subject.nodes():
-        if ends_inference(node):
+        if has_other_outputs(node):
             count = integer(node, "num_outputs", 0)
             found = f"num_outputs is {count}, outputs are {len(node.output)}"
             yield SPLIT_OUTPUTS(scope.place(node), found=found)

@@ -10,6 +10,7 @@ from onnx import NodeProto
 
 from moe_onnx.build.manifest import Manifest
 from moe_onnx.validation.findings import Skipped
+from moe_onnx.validation.hazards.equations import unreadable_equation
 from moe_onnx.validation.run.bisection import Bad, first_bad_node
 from moe_onnx.validation.run.feeds import Feeds, draw_feeds, fed_bytes, free_sizes, manifest_of
 from moe_onnx.validation.run.limits import TooLong
@@ -104,6 +105,9 @@ def runs_of(subject: Subject) -> Runs:
 
 def _made(subject: Subject) -> Runs:
     runs = Runs(subject, manifest_of(subject))
+    if place := unreadable_equation(subject):
+        runs.skipped = f"onnxruntime does not come to an end with the equation of {place}"
+        return runs
     size, most = weight_bytes(subject) + fed_bytes(subject), subject.options.max_bytes
     if size > most:
         held, limit = (f"{number / 2**20:,.0f} MB" for number in (size, most))
