@@ -37,7 +37,7 @@ def recipe_graph(request: pytest.FixtureRequest) -> TrainingGraph:
 def test_recipes(recipe_graph: TrainingGraph, tmp_path: Path) -> None:
     recipe_graph.save(tmp_path)
     for name, model in recipe_graph.models.items():
-        assert not alarms(moe_onnx.validate(model)), name
+        assert not list(moe_onnx.validate(model)), name  # not even a note
         assert not alarms(moe_onnx.validate(tmp_path / f"{name}.onnx", target="ascend910b")), name
 
 
