@@ -85,6 +85,12 @@ def outside_by_dots(path: Path) -> None:
     entries(lambda given: given.update(location="../dots.data"), "bias")(path)
 
 
+def out_and_back(path: Path) -> None:
+    around = f"../{path.parent.name}/model.data"
+    put(location=around)(path)
+    entries(lambda given: given.update(location=around), "bias")(path)
+
+
 def absolute(path: Path) -> None:
     put(location=str(data(path)))(path)
 
@@ -167,6 +173,7 @@ BY_NAME: dict[str, tuple[str, Callable[[Path], None]]] = {
     "the data file is empty": ("MO102", cut(0)),
     "an offset beyond the file": ("MO102", put(offset="4096")),
     "data above the folder": ("MO103", outside_by_dots),
+    "data above the folder, and in it again": ("MO103", out_and_back),
     "an absolute location": ("MO103", absolute),
     "a link out of the folder": ("MO103", outside_by_link),
     "a link in the folder": ("MO104", inside_by_link),

@@ -245,7 +245,43 @@ def _sequence(model: ModelProto) -> None:
 GRAD, UNPERMUTE = "MoeInitRoutingV2Grad", "MoeTokenUnpermuteWithRoutingMapGrad"
 FLOAT, INT64, INT32, FLOAT16 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32, TensorProto.FLOAT16
 
+
+def shaped() -> ModelProto:
+    """What onnx's inference lets pass: sizes, channels, the words of attributes, divisors."""
+    return parse("""
+        shaped (float[2, 6] x, float[1, 4, 5, 5] image, int64[n] sizes)
+            => (float[3, 4] y, float[1, 6, 5, 5] z, int64[n] q)
+        <int64[2] shape = {3, 4}, int64[1] by = {2}, float[6, 2, 1, 1] weight = {
+            1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}>
+        {
+            [reshape] y = Reshape (x, shape)
+            [conv] z = Conv <group = 2, auto_pad = "VALID"> (image, weight)
+            [divide] d = Div (sizes, by)
+            [modulo] q = Mod (d, by)
+        }
+    """)
+
+
+def _constant(number: int, *values: int) -> Break:
+    """Other values in an initializer of integers."""
+
+    def break_it(model: ModelProto) -> None:
+        name = model.graph.initializer[number].name
+        made = helper.make_tensor(name, INT64, [len(values)], values)
+        model.graph.initializer[number].CopyFrom(made)
+
+    return break_it
+
+
 MUTATIONS: list[Mutation] = [
+    Mutation("MO318", "padding of another framework", shaped, attribute("conv", auto_pad="SAME")),
+    Mutation("MO318", "padding in lower case", shaped, attribute("conv", auto_pad="valid")),
+    Mutation("MO318", "no text", shaped, attribute("conv", auto_pad=b"\xff")),
+    Mutation("MO321", "reshape to more elements", shaped, _constant(0, 3, 5)),
+    Mutation("MO321", "reshape by a size that is not there", shaped, _constant(0, 3, -1, 0)),
+    Mutation("MO321", "channels of one group", shaped, attribute("conv", group=1)),
+    Mutation("MO321", "more groups than outputs", shaped, attribute("conv", group=4)),
+    Mutation("MO325", "a divisor of 0", shaped, _constant(1, 0)),
     # MO301: no operator of this name
     Mutation("MO301", "misspelt standard operator", plain, operator("activate", "Sofmax")),
     Mutation("MO301", "misspelt operator in lower case", plain, operator("project", "matmul")),

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from onnx import NodeProto
+
+import moe_onnx
+from moe_onnx.operators import ALL
 
 CODE = """
 import sys
@@ -65,3 +70,20 @@ def test_sizes_that_cannot_be_are_refused(op: str) -> None:
     tried = [f"trying {level} {one}" for level in LEVELS for one in attributes]
     expected = [line for one in tried for line in (one, "refused")]
     assert run.stdout.splitlines() == expected
+
+
+def _nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            yield from _nodes(attribute.g.node)
+
+
+@pytest.mark.parametrize("op", [spec.name for spec in ALL])
+def test_no_body_has_a_node_that_nothing_reads(op: str) -> None:
+    """Each costs its time in a runtime that takes the body as it is, and is a finding in every model."""
+    body = moe_onnx.function_body(op, 21)
+    nodes = list(_nodes(body.node))
+    read = {*body.output, *(name for node in nodes for name in node.input)}
+    read |= {output.name for node in nodes for a in node.attribute for output in a.g.output}
+    assert [node.name for node in nodes if not read.intersection(node.output)] == []

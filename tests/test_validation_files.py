@@ -51,6 +51,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a folder": (lambda path: path.mkdir(), "is a folder"),
     "an empty file": (content(b""), "is empty"),
     "text": (content(b"a model, no doubt\n" * 9), "looks like text"),
+    "control characters": (content(b"\x08\x0a"), "no graph."),
     "a web page": (content(b"<!DOCTYPE html><html>404</html>"), "HTML page"),
     "a pointer": (content(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n"), "git lfs pull"),
     "a cut model": (content(BYTES[:-9]), "cut off"),

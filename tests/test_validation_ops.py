@@ -282,6 +282,25 @@ def test_a_body_with_other_names_of_nodes_is_still_a_body() -> None:
     assert not is_own_body(body)
 
 
+def test_a_body_of_another_build_is_said_to_be_that() -> None:
+    """By its remark, its nodes' names or the model's producer; adding bodies replaces it, as is said."""
+    model = copy_of(ascend())
+    number = next(n for n, node in enumerate(model.functions[0].node) if node.output[0] == "two")
+    model.functions[0].node[number].attribute[0].ints[:] = [3]
+    for maker in ("remark", "names", "producer"):
+        said = only(model, "MO341")
+        assert "another build of moe_onnx" in said and "it replaces the body" in said, maker
+        assert "Remove" not in said and "warning" in said, maker
+        if maker == "remark":
+            model.functions[0].doc_string = ""
+        elif maker == "names":
+            for node in model.functions[0].node:
+                node.name = ""
+            assert "Remove the function" in only(model, "MO341")
+            model.producer_name = "moe_onnx"
+    assert not findings(moe_onnx.add_function_bodies(model), "MO341")
+
+
 def test_a_custom_operator_in_a_function_is_no_matter_with_its_body() -> None:
     """Measured: with the body in the model, onnxruntime takes it, registered or not."""
     model = parse(
@@ -344,3 +363,29 @@ def test_the_training_graph_is_clean() -> None:
     families = ("known_ops.", "own_ops.", "functions.", "inference.")
     assert not [code for code in report.codes if code.startswith("MO3")]
     assert not [check for check in report.checks if check.name.startswith(families) and check.skipped]
+
+
+def test_what_may_run_is_no_misfit() -> None:
+    """Sizes of 0 and -1, sizes that are not known, branches that may never be taken, divisors by Cast."""
+    model = parse("""
+        fits (float[2, 6] x, float[n, 6] rows, float[0, 4] none, float[2, 3] image, bool switch, float[3] f)
+            => (float a, float b, float c, float d, float e, float g)
+        <int64[2] kept = {0, -1}, int64[2] shape = {5, 6}, int64[2] empty = {-1, 4}, int64[1] zero = {0}>
+        {
+            v = Reshape (x, kept)
+            w = Reshape (rows, shape)
+            u = Reshape (none, empty)
+            t = If (switch) <
+                then_branch = then () => (one) { one = Reshape (x, shape) },
+                else_branch = other () => (two) { two = Identity (x) }>
+            float_zero = Cast <to = 1> (zero)
+            s = Div (f, float_zero)
+            a = ReduceSum <keepdims = 0> (v)
+            b = ReduceSum <keepdims = 0> (w)
+            c = ReduceSum <keepdims = 0> (u)
+            d = ReduceSum <keepdims = 0> (t)
+            e = ReduceSum <keepdims = 0> (s)
+            g = ReduceSum <keepdims = 0> (image)
+        }
+    """)
+    assert not moe_onnx.validate(model).of_severity("error")

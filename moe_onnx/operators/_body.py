@@ -13,17 +13,20 @@ are compared all at once, and -1 stands for "none" in lookups: it is the last el
 
 from __future__ import annotations
 
-_CONSTANTS = """
-    minus_one = Constant <value_ints = [-1]> ()
-    zero = Constant <value_ints = [0]> ()
-    one = Constant <value_ints = [1]> ()
-    two = Constant <value_ints = [2]> ()
-"""
+import re
+
+_CONSTANTS = {"minus_one": -1, "zero": 0, "one": 1, "two": 2}
 
 
 def body(signature: str, *parts: str) -> str:
     """A whole body in ONNX text: ``Name <attributes> (inputs) => (outputs)`` and its parts."""
-    return f"{signature}\n{{" + _CONSTANTS + "\n".join(parts) + "}\n"
+    text = "\n".join(parts)
+    constants = "".join(
+        f"\n    {name} = Constant <value_ints = [{value}]> ()"
+        for name, value in _CONSTANTS.items()
+        if re.search(rf"\b{name}\b", text)
+    )
+    return f"{signature}\n{{{constants}\n{text}}}\n"
 
 
 def attribute(name: str, out: str = "") -> str:

@@ -59,7 +59,6 @@ ARGUMENTS = (
     attribute("transpose_weight")
     + is_outside("bad_transpose", "transpose_weight", "zero", "two")
     + """
-    three = Constant <value_ints = [3]> ()
     n = Shape <end = 1> (x)
     hidden = Shape <start = 1, end = 2> (x)
     num_experts = Shape <end = 1> (group_sizes)

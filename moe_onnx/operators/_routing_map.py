@@ -177,7 +177,7 @@ ROW_CELLS = (
 """
 )
 
-# What the rules on sizes compare, for both directions of the combine.
+# What the rules on sizes compare.
 SIZES = """
     some_tokens = Max (num_tokens, one)
     k_free = Div (n, some_tokens)
@@ -185,16 +185,28 @@ SIZES = """
     some_experts = Max (num_experts, one)
     capacity = Div (n, some_experts)
     expert_rows = Mul (capacity, num_experts)
+"""
+
+# The rule on top_k: k_or_limit is k_limit where it holds.
+TOP_K_LIMIT = """
     max_top_k = Constant <value_ints = [512]> ()
     k_limit = Min (num_experts, max_top_k)
     k_or_limit = Max (k_free, k_limit)
+"""
+
+# The rule on the capacity: capacity_or_tokens is num_tokens where it holds.
+CAPACITY_LIMIT = """
     capacity_or_tokens = Max (capacity, num_tokens)
 """
 
-# The map as 0 and 1, and how many pairs it selects.
+# The map as 0 and 1.
 SELECTED = """
     selected_bool = Cast <to = 9> (routing_map)
     selected = Cast <to = 7> (selected_bool)
+"""
+
+# How many experts the map selects for each token.
+NUM_SELECTED = """
     num_selected = ReduceSum <keepdims = 0> (selected)
 """
 

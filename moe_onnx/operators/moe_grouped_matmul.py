@@ -134,6 +134,7 @@ BODY = body(
     precision("weight_precision", "weight"),
     is_not("bad_weight_dtype", "weight_precision", "precision"),
     is_not_int32("bad_sizes_dtype", "group_sizes"),
+    "    three = Constant <value_ints = [3]> ()",
     is_not_rank("bad_weight_rank", "weight", "three"),
     """
     hidden_at = Add (one, transpose_weight)

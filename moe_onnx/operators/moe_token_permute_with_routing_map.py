@@ -31,10 +31,12 @@ from moe_onnx.operators._body import (
 from moe_onnx.operators._routing_map import (
     BAD_PROBS_DTYPE,
     DROP_AND_PAD,
+    NUM_SELECTED,
     ROW_CELLS,
     ROW_PROB,
     SELECTED,
     SIZES,
+    TOP_K_LIMIT,
     check_limits,
     check_probs_dtype,
     padded_cells,
@@ -210,6 +212,7 @@ BODY = body(
     """,
     is_there("has_probs", "probs_tokens", "probs_experts"),
     SELECTED,
+    NUM_SELECTED,
     """
     # Sizes are made of clamped values only: a runtime folds them before any check can fail.
     num_cells = Mul (num_tokens, num_experts)
@@ -229,6 +232,7 @@ BODY = body(
     probs_dtype = Cast <to = 7> (bad_probs_dtype)
     """,
     SIZES,
+    TOP_K_LIMIT,
     sizes_agree(
         "passed_sizes",
         "passed",

@@ -32,13 +32,16 @@ from moe_onnx.operators._body import (
 from moe_onnx.operators._routing_map import (
     ADD_TO_TOKENS,
     BAD_PROBS_DTYPE,
+    CAPACITY_LIMIT,
     DROP_AND_PAD,
+    NUM_SELECTED,
     RESTORE_SHAPE,
     ROW_PROB,
     SELECTED,
     SIZES,
     SLOT_EXPERTS,
     TOKEN_ROWS,
+    TOP_K_LIMIT,
     check_limits,
     check_probs_dtype,
     check_restore_shape,
@@ -273,7 +276,10 @@ BODY = body(
     probs_dtype = Cast <to = 7> (bad_probs_dtype)
     """,
     SIZES,
+    TOP_K_LIMIT,
+    CAPACITY_LIMIT,
     SELECTED,
+    NUM_SELECTED,
     """
     rows_beside_n = BitwiseXor (num_rows, n)
     rows_beside_selected = BitwiseXor (num_rows, num_selected)

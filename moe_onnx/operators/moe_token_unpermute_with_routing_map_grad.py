@@ -37,13 +37,16 @@ from moe_onnx.operators._body import (
 )
 from moe_onnx.operators._routing_map import (
     BAD_PROBS_DTYPE,
+    CAPACITY_LIMIT,
     DROP_AND_PAD,
     LAST_SLOT,
+    NUM_SELECTED,
     RESTORE_SHAPE,
     ROW_CELLS,
     SELECTED,
     SIZES,
     SLOT_EXPERTS,
+    TOP_K_LIMIT,
     check_limits,
     check_probs_dtype,
     check_restore_shape,
@@ -475,7 +478,10 @@ BODY = body(
     probs_dtype = Cast <to = 7> (bad_probs_dtype)
     """,
     SIZES,
+    TOP_K_LIMIT,
+    CAPACITY_LIMIT,
     SELECTED,
+    NUM_SELECTED,
     """
     rows_beside_n = BitwiseXor (num_permuted, n)
     rows_beside_selected = BitwiseXor (num_permuted, num_selected)

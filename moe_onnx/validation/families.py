@@ -14,6 +14,7 @@ MODULES: tuple[str, ...] = (
     # Operators, types, functions
     "operators.known_ops",
     "operators.own_ops",
+    "operators.values",
     "operators.functions",
     "operators.inference",
     # What is legal, and wrong or dear all the same

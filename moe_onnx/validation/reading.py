@@ -117,11 +117,9 @@ def _looks(path: Path) -> str:
     if not looks and start[8:10] == b'{"' and int.from_bytes(start[:8], "little") < os.path.getsize(path):
         looks = "a safetensors file"
     if not looks and b"\0" not in start:
-        try:
-            start[:500].decode("ascii")
+        text = start[:500].decode("ascii", "replace")
+        if all(sign in "\t\n\f\r" or (sign.isascii() and sign.isprintable()) for sign in text):
             looks = "text"
-        except UnicodeDecodeError:
-            pass
     if not looks and _is_tensor(path):
         looks = "a single onnx.TensorProto"
     return f" (it looks like {looks})" if looks else ""

@@ -40,7 +40,8 @@ OUTSIDE = code(
     "error",
     "External data is outside the model's folder",
     why="A location that is absolute, climbs out by `..`, or is a link to another folder: a model could name "
-    "any file of its reader. `onnxruntime` and `onnx` refuse it, and such a model can be moved nowhere.",
+    "any file of its reader. `onnx` refuses it, `onnxruntime` too unless the `..` leads back into it, and "
+    "such a model can be moved nowhere.",
     mend="Move the file into the model's folder and save the model with its plain name.",
 )
 LINK = code(

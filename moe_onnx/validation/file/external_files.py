@@ -157,6 +157,10 @@ def _look(location: str, ranges: list[Range], model: Path) -> DataFile:
     if os.path.isabs(location):
         file.outside = "an absolute path"
         return file
+    # Also where it leads back in: onnx goes by the text, and the folder may be called otherwise elsewhere.
+    if os.path.normpath(location).split(os.sep)[0] == os.pardir:
+        file.outside = "climbs out of the folder by '..'"
+        return file
     try:
         # As onnxruntime: inside by what links lead to, of the file and of the model itself.
         real = os.path.realpath(file.path)

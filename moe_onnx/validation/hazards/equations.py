@@ -16,7 +16,7 @@ EQUATION = code(
     "error",
     "The equation of an Einsum is none",
     why="Legal are letters, `...`, commas between the inputs, one `->` before the output, and spaces. At "
-    "another character (`i.j->i`, or an arrow of Unicode) the shape inference of onnx 1.23.2 and the "
+    "most other characters (`i.j->i`, or an arrow of Unicode) the shape inference of onnx 1.23.2 and the "
     "loading of onnxruntime 1.32 do not come to an end: whoever opens the model hangs. No session is made "
     "of it here.",
     mend="Write the equation in letters, such as 'ij,jk->ik'.",

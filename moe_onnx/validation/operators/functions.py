@@ -8,7 +8,7 @@ from onnx import FunctionProto
 
 from moe_onnx.operators import BY_NAME
 from moe_onnx.rewrite.legalize import BODY_DOMAIN
-from moe_onnx.spec import DOMAIN
+from moe_onnx.spec import DOMAIN, PACKAGE_VERSION
 from moe_onnx.validation.collapse import collapsed
 from moe_onnx.validation.findings import Finding, Outcome
 from moe_onnx.validation.operators.known_ops import malformed
@@ -23,8 +23,9 @@ FOREIGN_BODY = code(
     "A function has the name of an ascend.moe operator but is not its body",
     why="What such a node computes depends on where it runs: onnxruntime takes the registered kernel "
     "where there is one, and the model's function elsewhere, both without a word (measured: 3.0 and 1.0 "
-    "for one model). `moe_onnx.InferenceSession` puts this package's body in its place. An older "
-    "release's body is found as well.",
+    "for one model). `moe_onnx.InferenceSession` puts this package's body in its place. A body that "
+    "another build of moe_onnx has written is found as well, and said to be that: it computes what that "
+    "build computed.",
     mend="Remove the function, and save what moe_onnx.add_function_bodies returns; or give it another name.",
 )
 SHADOWED = code(
@@ -82,7 +83,7 @@ def names(subject: Subject) -> Iterator[Outcome]:
             yield UNNAMED(where, found=f"inputs {list(function.input)}, outputs {list(function.output)}")
         if function.name in BY_NAME and domain in (DOMAIN, BODY_DOMAIN):
             if id(function) not in own_bodies(subject):
-                yield FOREIGN_BODY(where, found="its nodes are not those of this package's body")
+                yield _another_body(subject, function, where)
             continue
         signature = known.signature(domain, function.name, None)
         if signature is not None and (domain, function.name) in runtime_schemas():
@@ -135,6 +136,27 @@ def attributes(subject: Subject) -> Iterator[Outcome]:
                     if function is None
                     else f"an attribute of the function: {legal}",
                 )
+
+
+def _another_body(subject: Subject, function: FunctionProto, where: str) -> Finding:
+    if not _is_of_moe_onnx(subject, function):
+        return FOREIGN_BODY(where, found="its nodes are not those of this package's body")
+    return FOREIGN_BODY(
+        where,
+        found="a body of another build of moe_onnx, or one that was changed since",
+        expected=f"the body that moe_onnx {PACKAGE_VERSION} has here",
+        mend="Save what moe_onnx.add_function_bodies returns: it replaces the body.",
+    )
+
+
+def _is_of_moe_onnx(subject: Subject, function: FunctionProto) -> bool:
+    """Whether the model, the function's remark or the names of its nodes say that moe_onnx has made it."""
+    if subject.model.producer_name == "moe_onnx":
+        return True
+    if function.doc_string.split("\n")[0] == BY_NAME[function.name].summary:
+        return True
+    named = [node.name.startswith((f"{function.name}/", f"{function.name}: ")) for node in function.node]
+    return bool(named) and all(named)
 
 
 def _said(function: FunctionProto) -> str:

@@ -16,6 +16,7 @@ from moe_onnx.adapters.schema import elem_name, inference_goes_on
 from moe_onnx.operators import BY_NAME
 from moe_onnx.spec import show
 from moe_onnx.validation.operators.known_ops import malformed, own_operator
+from moe_onnx.validation.operators.misfits import misfit
 from moe_onnx.validation.operators.signatures import clamp
 from moe_onnx.validation.operators.type_protos import (
     constants_of,
@@ -134,12 +135,13 @@ class Walk:
         for name in (*node.input, *names_inside(node)):
             if name and name not in given:
                 given[name] = self.type_of(scope, name) or TypeProto()
+        constants = constants_of(scope, node)
         try:
             outputs = onnx.shape_inference.infer_node_outputs(
                 schema,
                 node,
                 given,
-                input_data=constants_of(scope, node),
+                input_data=constants,
                 opset_imports=self._imports,
                 ir_version=self.subject.model.ir_version,
             )
@@ -154,6 +156,9 @@ class Walk:
             return
         except (RuntimeError, ValueError, TypeError, KeyError, IndexError):
             return  # onnx's own difficulties: constants that it cannot read, attributes that it cannot infer
+        # A branch may be one that is never taken.
+        if scope.outer is None and (found := misfit(node, given, constants)):
+            yield Problem("node", scope.place(node), found)
         for name, made in outputs.items():
             if name in declared:
                 yield from self._compare(scope, name, declared[name], made, f"{scope.place(node)} gives")
