@@ -31,6 +31,7 @@ FAMILIES: tuple[str, ...] = (
     "broken_indices",
     "broken_targets",
     "broken_training",
+    "broken_routing",
     "broken_foreign",
     "broken_run",
     "broken_full",

@@ -41,6 +41,8 @@ MODULES: tuple[str, ...] = (
     "training.updates",
     "training.experts",
     "training.operators",
+    "training.routing",
+    "training.routing_gradients",
     "training.folder",
     # What exporters lose
     "hazards.foreign",

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moe_onnx.build.manifest import METADATA_KEY, Manifest
-from moe_onnx.errors import MoeOnnxError
+from moe_onnx.build.manifest import Manifest
 from moe_onnx.validation.file.tensor_data import bytes_of
 from moe_onnx.validation.findings import Skipped
 from moe_onnx.validation.run.drawing import SMALL, Array, Drawing, NotKnown, dims_of, required_inputs
 from moe_onnx.validation.subject import Subject
+from moe_onnx.validation.training.prepared import carried_manifest
 
 _SIZES = {"batch": 2, "sequence": 5}
 
@@ -95,13 +95,7 @@ def fewest_tokens(manifest: Manifest) -> int:
 
 def manifest_of(subject: Subject) -> Manifest | None:
     """The manifest that the model carries, None where there is none that can be read."""
-    if "manifest" not in subject.shared:
-        text = next((p.value for p in subject.model.metadata_props if p.key == METADATA_KEY), "")
-        try:
-            subject.shared["manifest"] = Manifest.from_json(text) if text else None
-        except (MoeOnnxError, ValueError, TypeError, RecursionError):
-            subject.shared["manifest"] = None
-    found = subject.shared["manifest"]
+    found = carried_manifest(subject)
     return found if isinstance(found, Manifest) else None
 
 

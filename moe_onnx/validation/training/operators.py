@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from onnx import NodeProto
+from onnx import AttributeProto, NodeProto
 
 from moe_onnx.adapters.python_ops import SESSION_DOMAIN
 from moe_onnx.build.forward import moe_layers
@@ -38,7 +38,7 @@ MODE = code(
 )
 
 # Sessions move nodes to domains of their own, and models may be saved so.
-_OURS = (DOMAIN, SESSION_DOMAIN, BODY_DOMAIN)
+OURS = (DOMAIN, SESSION_DOMAIN, BODY_DOMAIN)
 _COMBINE, _FINALIZE = "MoeTokenUnpermuteWithRoutingMap", "MoeFinalizeRoutingV2"
 _INIT, _PERMUTE = "MoeInitRoutingV2", "MoeTokenPermuteWithRoutingMap"
 _PRODUCT = "MoeGroupedMatmul"
@@ -55,7 +55,7 @@ def operators(subject: Subject) -> Iterator[Outcome]:
         yield Skipped("there is no model in this graph, or its config is not known")
         return
     backward = training.assembly in ("step", "grad")
-    found = [(s, n) for s, n in subject.nodes() if n.domain in _OURS and s.function is None]
+    found = [(s, n) for s, n in subject.nodes() if n.domain in OURS and s.function is None]
     counts = Counter(node.op_type for _, node in found)
     given = {one.name for one in subject.model.graph.output} - {one.name for one in training.info.outputs}
     inlined, wrong = [], []
@@ -95,35 +95,43 @@ def _wanted(config: Config, backward: bool) -> dict[str, int]:
     return wanted
 
 
-def _attributes(config: Config) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Legal values of attributes by operator; the first is what is meant."""
+def _attributes(config: Config) -> dict[str, dict[str, tuple[Any, ...]]]:
+    """Legal values of every attribute by operator; the first is what is meant."""
     mode, padded = config.dispatch_mode, int(config.dispatch_mode == "drop_pad")
     experts = config.num_experts
     # Slots without a row go to one expert more.
     counts = (experts,) if mode == "dropless" else (experts, experts + 1)
     sizes = {"active_num": (config.active_num,), "drop_pad_mode": (padded,)}
+    by_map = {"drop_and_pad": (padded,)}
     return {
-        _INIT: {**sizes, "expert_capacity": (config.capacity,), "expert_num": counts},
+        _INIT: {
+            **sizes,
+            "expert_capacity": (config.capacity,),
+            "expert_num": counts,
+            "expert_tokens_count_or_cumsum_flag": ({"dropless": 2, "active": 1}.get(mode, 0),),
+            "expert_tokens_before_capacity_flag": (0,),
+        },
         f"{_INIT}Grad": {**sizes, "top_k": (config.num_experts_per_tok,)},
         _FINALIZE: {"drop_pad_mode": (3,)},
         f"{_FINALIZE}Grad": {
             "drop_pad_mode": (1,),
+            "active_num": (0,),
             "expert_num": (experts, 0),
             "expert_capacity": (config.capacity, 0),
         },
-        _PERMUTE: {"drop_and_pad": (padded,), "num_out_tokens": (experts * config.capacity,)},
-        f"{_PERMUTE}Grad": {"drop_and_pad": (padded,)},
-        _COMBINE: {"drop_and_pad": (padded,)},
-        f"{_COMBINE}Grad": {"drop_and_pad": (padded,)},
+        _PERMUTE: {**by_map, "num_out_tokens": (experts * config.capacity,)},
+        f"{_PERMUTE}Grad": {**by_map, "num_experts": (0, experts), "tokens_num": (0,)},
+        _COMBINE: {**by_map, "restore_shape": ((),)},
+        f"{_COMBINE}Grad": {**by_map, "restore_shape": ((),)},
     }
 
 
 def _mode(
-    scope: Scope, node: NodeProto, training: Training, legal: dict[str, dict[str, tuple[int, ...]]]
+    scope: Scope, node: NodeProto, training: Training, legal: dict[str, dict[str, tuple[Any, ...]]]
 ) -> Iterator[Outcome]:
     config = training.config
     assert config is not None
-    given: dict[str, Any] = {attribute.name: attribute.i for attribute in node.attribute}
+    given: dict[str, Any] = {a.name: _value(a) for a in node.attribute}
     spec = BY_NAME.get(node.op_type)
     defaults = {} if spec is None else {a.name: a.default for a in spec.attributes}
     for name, values in legal.get(node.op_type, {}).items():
@@ -147,6 +155,13 @@ def _mode(
             found=words[weighs],
             expected=f"{words[meant]}, as router_weights_on is {config.router_weights_on!r}",
         )
+
+
+def _value(attribute: AttributeProto) -> int | tuple[int, ...] | None:
+    """An integer or several; None where it is of another type, as lists are on the Python route."""
+    if attribute.type == AttributeProto.INTS:
+        return tuple(attribute.ints)
+    return attribute.i if attribute.type in (AttributeProto.INT, AttributeProto.UNDEFINED) else None
 
 
 def _is_absent(scope: Scope, node: NodeProto, index: int) -> bool:
