@@ -89,7 +89,50 @@ def without_the_optional_input(model: onnx.ModelProto) -> None:
     del node.input[3:]
 
 
+def one_node_model() -> onnx.ModelProto:
+    return parse("g (int64[2] x) => (int64[2] y) <int64[2] by = {1, 2}> { y = Div (x, by) }")
+
+
+def by_zero(model: onnx.ModelProto) -> None:
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.array([0, 1]), "by"))
+
+
+def picture_model() -> onnx.ModelProto:
+    return parse("""
+        g (float[1, 1, 4, 4] x, float[1, 1, 3, 3] w) => (float[1, 1, 4, 4] y)
+        { y = Conv <auto_pad = "SAME_UPPER"> (x, w) }
+    """)
+
+
+def misspelt_padding(model: onnx.ModelProto) -> None:
+    model.graph.node[0].attribute[0].s = b"SAME"
+
+
 # ---- runs
+
+
+def other_channels(model: onnx.ModelProto) -> None:
+    model.graph.input[1].type.tensor_type.shape.dim[1].dim_value = 2
+
+
+def products_of_rows() -> onnx.ModelProto:
+    return parse("""
+        g (float[2, 3] x, float[3, 5] w) => (float[2, 5] y) { y = Einsum <equation = "ij,jk->ik"> (x, w) }
+    """)
+
+
+def a_longer_row(model: onnx.ModelProto) -> None:
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 4
+
+
+def added_rows() -> onnx.ModelProto:
+    return parse("""
+        g (float[4, 3] x, int64[2, 1] at, float[2, 3] rows) => (float[4, 3] y) { y = ScatterND (x, at, rows) }
+    """)
+
+
+def wider_rows(model: onnx.ModelProto) -> None:
+    model.graph.input[2].type.tensor_type.shape.dim[1].dim_value = 5
 
 
 def out_of_reach(model: onnx.ModelProto) -> None:
@@ -215,10 +258,15 @@ def a_spread(model: onnx.ModelProto) -> None:
 
 MUTATIONS = [
     Mutation("MO801", "a node without kernel in a training graph", apply_model, lacking_a_kernel, "run"),
+    Mutation("MO801", "integers divided by a constant 0", one_node_model, by_zero, "run"),
+    Mutation("MO801", "a padding that does not exist", picture_model, misspelt_padding, "run"),
     Mutation("MO802", "a node without kernel", plain_model, lacking_a_kernel, "run"),
     Mutation("MO803", "an optional input left out", unpermute_model, without_the_optional_input, "run"),
     Mutation("MO804", "a row that is not there", apply_model, out_of_reach, "run"),
     Mutation("MO805", "a row that is not there", plain_model, out_of_reach, "run"),
+    Mutation("MO806", "other channels than the filter has", picture_model, other_channels, "run"),
+    Mutation("MO806", "rows longer than the columns", products_of_rows, a_longer_row, "run"),
+    Mutation("MO806", "rows of another width", added_rows, wider_rows, "run"),
     Mutation("MO811", "repeated rows", grad_model, all_slots_in_one_row, "run"),
     Mutation("MO821", "noise in an update", apply_model, lambda m: _first(m, RANDOM), "run"),
     Mutation("MO822", "rounding made large", products_model, change("s", AMPLIFIED), "run"),

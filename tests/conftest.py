@@ -1,4 +1,12 @@
-"""Assertions in helper modules say as much as those in tests; property tests know no deadline."""
+"""Assertions in helper modules say as much as those in tests; property tests know no deadline.
+
+Under pytest-xdist the tests of a file whose tests share what is dear to make stay on one worker.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -6,3 +14,52 @@ from hypothesis import settings
 pytest.register_assert_rewrite("report_tools", "routes")
 settings.register_profile("fast", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("fast")
+
+# Their tests share sessions, graphs, models or processes, so that on two workers these are made twice.
+# The tests of all other files go one by one to the worker that is free, after these.
+TOGETHER = {
+    "test_autodiff.py",
+    "test_finalize_routing.py",
+    "test_grouped_matmul.py",
+    "test_operators.py",
+    "test_permute.py",
+    "test_process.py",
+    "test_properties.py",
+    "test_reports_graphs.py",
+    "test_reports_numerics.py",
+    "test_reports_routing.py",
+    "test_session.py",
+    "test_validation.py",
+    "test_validation_documents.py",
+    "test_validation_full.py",
+    "test_validation_fuzz.py",
+    "test_validation_ops.py",
+    "test_validation_run.py",
+    "test_validation_training.py",
+}
+# In these, those with the same argument.
+BY_ARGUMENT = {"test_goldens.py", "test_validation_intact.py"}
+
+
+def group_of(nodeid: str) -> str:
+    """Tests of one group run on one worker."""
+    path, _, test = nodeid.partition("::")
+    name = path.rpartition("/")[2]
+    if name in TOGETHER:
+        return name
+    argument = re.search(r"\[(.*)\]", test)
+    return f"{name}[{argument[1]}]" if argument and name in BY_ARGUMENT else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Groups by the names of tests: pytest-xdist 3.8 does not see ``xdist_group`` with pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):  # type: ignore[misc]
+        """The largest groups come first, so that the workers end together."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return Groups(config, log)

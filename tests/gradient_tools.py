@@ -161,6 +161,12 @@ def _erf(x: Array) -> Array:
 
 def runner(model: onnx.ModelProto, *, plain: bool = False) -> Callable[[dict[str, Array]], list[Array]]:
     """onnxruntime where it has the kernels, else onnx's reference evaluator."""
+    return _runner(model.SerializeToString(deterministic=True), plain)
+
+
+@functools.lru_cache(maxsize=64)
+def _runner(data: bytes, plain: bool) -> Callable[[dict[str, Array]], list[Array]]:
+    model = onnx.load_model_from_string(data)
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1  # a pool of threads costs more than these nodes

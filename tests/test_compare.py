@@ -207,6 +207,47 @@ def test_a_golden_case_is_held_against_what_a_device_gave(tmp_path: Path) -> Non
     assert moe_onnx.compare({"meta": X}, tmp_path / "mine.npz").ok
 
 
+def test_bfloat16_as_numpy_saves_it(tmp_path: Path) -> None:
+    """Its own files have no name for the dtype: bytes of two, which are read as what they are."""
+    np.savez(tmp_path / "npu.npz", x=X.astype(ml_dtypes.bfloat16))
+    np.save(tmp_path / "npu.npy", X.astype(ml_dtypes.bfloat16))
+    for name in ("npu.npz", "npu.npy"):
+        rows = moe_onnx.compare({"x": X}, tmp_path / name).rows
+        assert [(row.dtype, row.ok) for row in rows] == [("bfloat16", True)], rows
+
+
+def test_nothing_to_compare_is_no_pass(tmp_path: Path) -> None:
+    np.savez(tmp_path / "empty.npz")
+    with pytest.raises(moe_onnx.DataError, match="holds no tensors"):
+        moe_onnx.compare(tmp_path / "empty.npz", tmp_path / "empty.npz")
+
+
+def test_what_cannot_be_read_only_later_is_a_sentence_too(tmp_path: Path) -> None:
+    """Tensors are read one at a time: a damaged one is found in the middle of the work."""
+    np.savez(tmp_path / "objects.npz", x=np.array([{"a": 1}], object), allow_pickle=True)
+    np.savez(tmp_path / "crc.npz", x=np.arange(1000))
+    data = bytearray((tmp_path / "crc.npz").read_bytes())
+    data[600] ^= 1
+    (tmp_path / "crc.npz").write_bytes(data)
+    for name in ("objects.npz", "crc.npz"):
+        with pytest.raises(moe_onnx.DataError, match=f"{name}', tensor 'x', cannot be read"):
+            moe_onnx.compare(tmp_path / name, tmp_path / name)
+        result = CliRunner().invoke(main, ["compare", *[str(tmp_path / name)] * 2])
+        assert result.exit_code == 2 and "Traceback" not in result.output
+
+
+def test_a_benchmark_must_be_sound_itself() -> None:
+    nan = X.copy()
+    nan[0, 0] = np.nan
+    assert "the benchmark has 1 elements NaN" in compared(X, X, benchmark={"x": nan}).failures[0]
+    assert "the benchmark is int32" in compared(X, X, benchmark={"x": X.astype(np.int32)}).failures[0]
+    halves = X.astype(ml_dtypes.float8_e4m3fn)
+    assert "there are no limits for float8_e4m3fn" in compared(halves, halves).failures[0]
+    with pytest.raises(moe_onnx.OptionError, match="one of the single benchmark"):
+        moe_onnx.compare({"x": X}, {"x": X}, benchmark={"x": X}, threshold=1e-3)
+    assert compared(X, X, threshold=0).errors.exceeding == 0
+
+
 @pytest.mark.parametrize("name", ["x.npy", "x.npz", "x.safetensors"])
 @pytest.mark.parametrize("data", [b"", b"garbage", b"PK\x03\x04 cut"])
 def test_files_that_are_not_what_they_say(tmp_path: Path, name: str, data: bytes) -> None:
@@ -241,5 +282,11 @@ def test_the_command(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "out.json").read_text())
     assert data["ok"] is False and [row["ok"] for row in data["rows"]] == [False, True]
     assert data["rows"][0]["errors"]["worst"][0] == [[1, 2], 8.0, 9.0]
+    np.savez(tmp_path / "nan.npz", grad=X * np.nan, ids=np.arange(3))
+    result = run("e.npz", "nan.npz", "--json", "-")
+    strict = json.loads(result.output, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
+    assert result.exit_code == 1 and strict["rows"][0]["ok"] is False
+    assert run("e.npz", "a.npz", "--standard", "L2").exit_code == 2
+    assert run("e.npz", "a.npz", "--json", "none/out.json").exit_code == 2
     assert run("e.npz", "missing.npz").exit_code == 2
     assert run("e.npz", "a.npz", "--rename", "nonsense").exit_code == 2

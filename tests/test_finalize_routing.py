@@ -19,7 +19,17 @@ from gradient_tools import check_slopes, runner, slopes
 from onnx import TensorProto, helper
 from report_tools import each_dtype, poison
 from routes import BODY_ROUTES, ROUTES, all_of, has_route, make_model, run
-from test_operators import DTYPES, EPS, SIZES, assert_same, assert_within, integers, rng_of
+from test_operators import (
+    BEYOND,
+    DTYPES,
+    EPS,
+    SIZES,
+    active_rows,
+    assert_same,
+    assert_within,
+    integers,
+    rng_of,
+)
 from test_schema import Values, inferred
 
 import moe_onnx
@@ -110,7 +120,7 @@ def grad_call(size: str, dtype: str, mode: str, kind: str, draw: Any = integers)
     expert_idx, index, leading = slots_of(rng, size, mode == "drop/pad", top_k)
     attributes = {"drop_pad_mode": int(mode == "drop/pad")}
     if mode.startswith("active"):
-        leading = (max(1, len(index) // 2) if mode == "active" else len(index) + 3,)
+        leading = (active_rows(len(index)) if mode == "active" else BEYOND,)
         attributes["active_num"] = leading[0]
     grad = draw(rng, (tokens, hidden), rows_dtype)
     if kind == "copy":
@@ -133,8 +143,6 @@ GRAD_MODES = ("dropless", "active", "active beyond", "drop/pad")
 @all_of("kind", ["scales", "bias", "copy"])
 @sizes
 def test_gradient(route: str, size: str, dtype: str, mode: str, kind: str) -> None:
-    if mode == "active beyond" and kind != "scales":
-        return  # its sizes make a session each
     inputs, attributes = grad_call(size, dtype, mode, kind)
     got = run(GRAD, route, inputs, attributes)
     for value, want in zip(got, oracles.finalize_grad(*inputs, **attributes), strict=True):

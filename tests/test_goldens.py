@@ -117,8 +117,8 @@ class Sessions(dict[str, Session]):
         return self[name]
 
 
-# A case's sessions are made once: its tests stay together on one worker.
-@pytest.fixture(scope="module", params=[pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in CASES])
+# A case's sessions are made once: its tests stay together on one worker (conftest.py).
+@pytest.fixture(scope="module", params=CASES)
 def built(request: Any) -> tuple[Case, dict[str, Session]]:
     case = CASES[request.param]
     graph = moe_onnx.build_training_graph(

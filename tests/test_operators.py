@@ -34,6 +34,14 @@ SIZES = {
 }
 EPS = {np.dtype(np.float64): 2.0**-52, np.dtype(np.float32): 2.0**-23}
 
+BEYOND = max(tokens * top_k for tokens, _, top_k, _ in SIZES.values()) + 3  # rows, more than slots
+
+
+def active_rows(slots: int) -> int:
+    """Half of the slots or fewer. Of few numbers: it is an attribute, and each makes a session."""
+    return max(number for number in (1, 4, 16) if number <= max(slots // 2, 1))
+
+
 sizes = all_of("size", SIZES)
 dtypes = all_of("dtype", DTYPES)
 
@@ -100,7 +108,7 @@ def test_init_routing_grad(route: str, size: str, dtype: str, mode: str) -> None
     index = rng.permutation(num).astype(np.int32)
     shape: tuple[int, ...] = (num, hidden)
     if mode.startswith("active"):
-        attributes["active_num"] = max(num // 2, 1) if mode == "active" else num + 3
+        attributes["active_num"] = active_rows(num) if mode == "active" else BEYOND
         shape = (attributes["active_num"], hidden)
     elif mode == "drop/pad":
         capacity = max(1, tokens // 2)
@@ -205,7 +213,7 @@ def test_init_routing(route: str, size: str, dtype: str, mode: str) -> None:
     if mode in ("cumsum", "counts"):
         attributes = {"expert_num": experts, "expert_tokens_count_or_cumsum_flag": 1 + (mode == "counts")}
     elif mode == "active":
-        attributes = {"active_num": max(1, tokens * top_k // 2)}
+        attributes = {"active_num": active_rows(tokens * top_k)}
     elif mode in ("drop/pad", "before"):
         attributes = {"drop_pad_mode": 1, "expert_num": experts, "expert_capacity": max(1, tokens // 2)}
         attributes["expert_tokens_before_capacity_flag"] = mode == "before"

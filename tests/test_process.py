@@ -7,6 +7,7 @@ top: some scenarios are about what comes before that import.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import json
@@ -14,9 +15,11 @@ import logging
 import multiprocessing
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -170,21 +173,83 @@ def say(**facts: Any) -> None:
     print(json.dumps(facts), flush=True)
 
 
-def child(scenario: Callable[..., None], *args: Any) -> list[Any]:
-    """What the scenario said in a process of its own, which must end by itself, soon and well."""
-    code = f"import test_process as t; t.{scenario.__name__}(*{args!r}); t.say(end=t.time.time())"
+def python(code: str) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of an interpreter that finds this module."""
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=50,
+    return [sys.executable, "-X", "faulthandler", "-c", code], {**os.environ, "PYTHONPATH": path}
+
+
+def fresh_child(scenario: Callable[..., None], *args: Any) -> list[Any]:
+    """What the scenario said in a fresh interpreter, which must end by itself, soon and well."""
+    command, env = python(
+        f"import test_process as t; t.{scenario.__name__}(*{args!r}); t.say(end=t.time.time())"
     )
-    said = [json.loads(line) for line in done.stdout.splitlines()]
-    assert done.returncode == 0, f"exit {done.returncode} after {said[-1:]}: {done.stderr[-1500:]}"
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
+    return heard(done.returncode, done.stdout, done.stderr)
+
+
+def child(scenario: Callable[..., None], *args: Any) -> list[Any]:
+    """As ``fresh_child``, in a fork of a process that has imported this module, which takes long."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        status = nursery().bear(scenario.__name__, args, str(out), str(err), timeout=50)
+        return heard(status, out.read_text("utf-8"), err.read_text("utf-8"))
+
+
+def heard(status: int, stdout: str, stderr: str) -> list[Any]:
+    said = [json.loads(line) for line in stdout.splitlines()]
+    assert status == 0, f"exit {status} after {said[-1:]}: {stderr[-1500:]}"
     assert time.time() - said[-1]["end"] < 10, "the exit takes too long"
-    return [*said[:-1], done.stderr]
+    return [*said[:-1], stderr]
+
+
+def raise_children() -> None:
+    """Fork for each line of standard input; say how the child ended. The child returns, to end as usual."""
+    assert not {"onnxruntime", "moe_onnx"} & set(sys.modules)  # its threads would not be in the fork
+    for line in sys.stdin:
+        scenario, args, out, err = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            for number, path in ((1, out), (2, err)):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            globals()[scenario](*args)
+            say(end=time.time())
+            return
+        say(status=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+class Nursery:
+    """A process that has imported what scenarios need, but neither onnxruntime nor the package."""
+
+    def __init__(self) -> None:
+        command, env = python("import test_process as t; t.raise_children()")
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+        )
+        atexit.register(self.close)
+
+    def bear(self, *order: Any, timeout: float) -> int:
+        to, back = self.process.stdin, self.process.stdout
+        assert to and back
+        print(json.dumps(order), file=to, flush=True)
+        if not select.select([back], [], [], timeout)[0]:
+            os.killpg(self.process.pid, signal.SIGKILL)  # the nursery and the child
+            self.close()
+            nursery.cache_clear()
+            raise AssertionError(f"{order[0]} does not end")
+        status: int = json.loads(back.readline())["status"]
+        return status
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self.process.communicate()
+
+
+@functools.cache
+def nursery() -> Nursery:
+    return Nursery()
 
 
 class Log(logging.Handler):
@@ -496,7 +561,7 @@ def import_ignoring() -> None:
 
 @pytest.mark.parametrize("scenario", [import_with_a_handler, import_in_a_thread, import_ignoring])
 def test_the_import_leaves_handlers_alone(scenario: Callable[..., None]) -> None:
-    assert child(scenario)[0] == {"kept": True, "caught": 1}
+    assert fresh_child(scenario)[0] == {"kept": True, "caught": 1}
 
 
 def interrupt_other_programs() -> None:
@@ -534,7 +599,7 @@ def interrupt_other_programs() -> None:
 
 def test_ctrl_c_is_for_others_what_it_was() -> None:
     """A sleep, asyncio, a command and a handler that is set later."""
-    sleep, loop, command, alone, own, _ = child(interrupt_other_programs)
+    sleep, loop, command, alone, own, _ = fresh_child(interrupt_other_programs)
     assert sleep["error"] == "KeyboardInterrupt"
     assert (loop["error"], loop["ends"]) == ("KeyboardInterrupt", ["cancelled"])
     assert (command["error"], alone["error"]) == ("Abort", "SystemExit")
@@ -579,7 +644,7 @@ def fresh(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fresh_process(kind: str) -> None:
     """The first session works, nothing is printed, and the exit is clean and fast."""
-    facts, stderr = child(fresh, kind)
+    facts, stderr = fresh_child(fresh, kind)
     assert is_right(facts)
     assert stderr == ""
 
@@ -609,7 +674,7 @@ def load_anew() -> None:
 
 @functools.cache
 def loaded_anew() -> list[Any]:
-    return child(load_anew)[:-1]
+    return fresh_child(load_anew)[:-1]
 
 
 def test_sessions_of_all_loads_run_side_by_side() -> None:
@@ -652,7 +717,7 @@ def define_user_ops() -> None:
 
 def test_user_ops_of_another_domain() -> None:
     """Defined before or after the import, beside ours in one model."""
-    said = child(define_user_ops)[:-1]
+    said = fresh_child(define_user_ops)[:-1]
     for facts, factor in zip(said, (4, 2, 4, 2), strict=True):
         assert facts["values"] == [(factor * WANT[INIT][0]).tolist()]
 
@@ -747,7 +812,7 @@ def spawn(path: str) -> None:
 
 
 def test_spawned_processes(tmp_path: Path) -> None:
-    assert child(spawn, str(tmp_path / "model.onnx"))[0] == {"right": [True] * 4}
+    assert fresh_child(spawn, str(tmp_path / "model.onnx"))[0] == {"right": [True] * 4}
 
 
 def fork() -> None:
@@ -800,7 +865,7 @@ def go_without_extensions() -> None:
 
 def test_without_onnxruntime_extensions() -> None:
     """Everything but the Python kernels works, and they say what to install."""
-    init, unpermute, session, register, *auto, _ = child(go_without_extensions)
+    init, unpermute, session, register, *auto, _ = fresh_child(go_without_extensions)
     assert is_right(init)
     assert is_right(unpermute, UNPERMUTE)
     for refused in (session, register):

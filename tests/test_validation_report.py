@@ -160,6 +160,9 @@ def test_exit_codes(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "nobody" in result.output
     assert json.loads((tmp_path / "r.json").read_text())["ok"] is False
     assert "nobody" in page.read_text()
+    result = run("validate", bad, "--json", "-")
+    assert result.exit_code == 1 and json.loads(result.output)["counts"]["error"] >= 1
+    assert run("validate", good, "--json", tmp_path / "no" / "r.json").exit_code == 2
     cut, empty = tmp_path / "cut.onnx", tmp_path / "empty.onnx"
     cut.write_bytes(good.read_bytes()[:-7])
     empty.write_bytes(b"")

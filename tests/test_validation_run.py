@@ -21,11 +21,17 @@ from broken_run import (
 from onnx import helper, numpy_helper
 
 import moe_onnx
-from moe_onnx.validation.findings import Bars, Report, Table
+from moe_onnx.validation.file.tensor_data import bytes_of
+from moe_onnx.validation.findings import Bars, Report, Skipped, Table
+from moe_onnx.validation.full.cuts import session_of
+from moe_onnx.validation.full.gradients import gradients
+from moe_onnx.validation.run import limits
 from moe_onnx.validation.run.agreement import ROUTES, differing, same_bits
 from moe_onnx.validation.run.bisection import first_bad_node
-from moe_onnx.validation.run.runs import runs_of, said
-from moe_onnx.validation.run.sessions import routes
+from moe_onnx.validation.run.feeds import fed_bytes
+from moe_onnx.validation.run.messages import said
+from moe_onnx.validation.run.runs import runs_of
+from moe_onnx.validation.run.sessions import routes, weight_bytes
 from moe_onnx.validation.subject import Options, Subject, open_subject
 
 
@@ -322,6 +328,182 @@ def test_external_data_is_found_beside_the_file(tmp_path: Path, monkeypatch: pyt
     report = run(path)
     assert not own(report), report.findings
     assert len(report.figures) >= 3
+
+
+# ---- runs that do not end
+
+ENDLESS = """
+    g (float[2] x) => (float loss, float[2] y)
+    {
+        yes = Constant <value = bool {1}> ()
+        y = Loop (, yes, x) <
+            body = b (int64 i, bool before, float[2] now) => (bool after, float[2] then)
+            { after = Identity (before) then = Relu (now) }
+        >
+        loss = ReduceSum <keepdims = 0> (y)
+    }
+"""
+
+
+def endless_model(*, gradient: bool = False, moe: bool = False) -> onnx.ModelProto:
+    model = parse(ENDLESS, imports=', "ascend.moe" : 1')
+    if gradient:
+        model.graph.output[1].name = model.graph.node[1].output[0] = "x.grad"
+        model.graph.node[2].input[0] = "x.grad"
+    if moe:
+        more = grad_model().graph
+        inputs = {"x": "z"}
+        for node in more.node:
+            node.input[:] = [inputs.get(name, name) for name in node.input]
+        more.node[-1].output[0] = more.output[0].name = "w"
+        more.input[0].name = "z"
+        for field in ("node", "input", "output", "initializer"):
+            getattr(model.graph, field).extend(getattr(more, field))
+    return model
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["plain", "ascend.moe"])
+def test_a_loop_without_end_is_ended(moe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By each kind of session; the limit is named, and that is no finding."""
+    monkeypatch.setattr(limits, "SECONDS", 0.2)
+    report = run(endless_model(moe=moe))
+    assert not own(report), report.findings
+    assert skipped(report, "run.routes.first_run") == "a run takes longer than 0.2 s, and was ended"
+    assert len([check for check in report.checks if "0.2 s" in "".join(check.skipped)]) >= 7
+
+
+def test_full_does_not_wait_for_the_same_end_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SECONDS", 0.2)
+    model = endless_model(gradient=True)
+    report = moe_onnx.validate(model, level="full")
+    assert "0.2 s" in skipped(report, "full.gradients.gradients")
+    # A check by itself, which no run came before.
+    (outcome,) = gradients(open_subject(model, Options("full")))
+    assert isinstance(outcome, Skipped) and "0.2 s" in outcome.reason
+
+
+def test_one_long_run_among_others_leaves_its_check_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes long at other sizes only is not said to fail there."""
+    monkeypatch.setattr(limits, "SECONDS", 0.2)
+    model = parse("""
+        g (float[n] x) => (float[n] y)
+        {
+            size = Shape (x)
+            four = Constant <value = int64[1] {4}> ()
+            more = Greater (size, four)
+            scalar = Constant <value = int64[0] {}> ()
+            yes = Constant <value = bool {1}> ()
+            turns = Reshape (more, scalar)
+            y = Loop (, turns, x) <
+                body = b (int64 i, bool before, float[n] now) => (bool after, float[n] then)
+                { after = Identity (before) then = Relu (now) }
+            >
+        }
+    """)
+    report = run(model)
+    assert not own(report), report.findings
+    assert "0.2 s" in skipped(report, "run.free_axes.sizes")
+
+
+# ---- one cause is told once
+
+
+def test_an_axis_of_zero_leaves_the_others_no_larger() -> None:
+    """numpy has no array of these dims, empty as it would be."""
+    model = parse("g (float[4611686018427387904, 0] x) => (float[4611686018427387904, 0] y) { y = Relu (x) }")
+    report = run(model)
+    assert "MO001" not in report.codes, report.findings
+    assert "is too large" in skipped(report, "run.routes.first_run")
+
+
+def test_a_defect_of_the_runs_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def defect(*_: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr("moe_onnx.validation.run.runs.draw", defect)
+    report = run(plain_model())
+    assert [finding.code for finding in report] == ["MO001"]
+    assert "could not be prepared" in skipped(report, "run.cost.cost")
+
+
+def test_what_the_static_checks_found_is_not_told_again() -> None:
+    report = run(parse("g (float[2] x) => (float[2] y) { y = Reluu (x) }"))
+    assert [finding.code for finding in report] == ["MO301"]
+    assert "found errors first ('MO301')" in skipped(report, "run.routes.sessions")
+
+
+def test_shapes_that_come_of_values_are_not_held_against_the_model() -> None:
+    """A width that the values of an input say, and one that its shape says."""
+    text = """
+        g (float[2, 4] x, float[7] z) => (float[n] y)
+        {{
+            zero = Constant <value = float {{0}}> ()
+            above = Greater (z, zero)
+            flat = Constant <value = int64[1] {{-1}}> ()
+            row = {op}
+            long = Reshape (row, flat)
+            r = Reshape (x, flat)
+            y = Einsum <equation = "i,i->i"> (r, long)
+        }}
+    """
+    assert own(run(parse(text.format(op="Compress (z, above)")))) == ["MO805"]
+    assert own(run(parse(text.format(op="Identity (z)")))) == ["MO806"]
+
+
+def test_nothing_is_printed_over_a_session_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """onnxruntime prints that it tries once more, with the providers that it had."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr("onnxruntime.InferenceSession._create_inference_session", fails)
+    subject = subject_of(grad_model())
+    with pytest.raises(RuntimeError, match="out of order"):
+        session_of(grad_model(), subject)
+    assert set(runs_of(subject).failures) == {"python", "body"}
+    assert set(runs_of(subject_of(plain_model())).failures) == {"plain"}
+    assert capsys.readouterr().out == ""
+
+
+def test_bytes_are_those_of_the_dtype() -> None:
+    tensor = onnx.TensorProto
+    assert bytes_of(tensor.FLOAT, [3, 4]) == 48
+    assert bytes_of(tensor.BFLOAT16, [3]) == 6
+    assert bytes_of(tensor.INT4, [3]) == 2
+    assert bytes_of(tensor.FLOAT, [-1]) is None and bytes_of(99, [1]) is None
+    model = parse("g (double[5] x, float16[n] z) => (double[5] y) <int64[2] w = {1, 2}> { y = Relu (x) }")
+    assert weight_bytes(subject_of(model)) == 16 and fed_bytes(subject_of(model)) == 40
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (
+            "Exception during initialization: /src/ort/core/cpu/math/element_wise_ops.h:256 onnxruntime::"
+            "Div<T>::Div(const onnxruntime::OpKernelInfo&) [with T = long int] b_data[i] != T{0} "
+            "was false. Integer division by zero\n",
+            "Exception during initialization: Integer division by zero",
+        ),
+        (
+            "Exception during initialization: /src/ort/core/optimizer/a.cc:22 static void onnxruntime::"
+            "Graph::Check(const std::vector<int, std::allocator<int> >&, bool (*)(int)) const Node is gone.",
+            "Exception during initialization: Node is gone",
+        ),
+        (
+            r"C:\a\_work\1\s\onnxruntime\core\x.cc:5 onnxruntime::f::<lambda_1>::operator () ndim == 2 "
+            "was false. Not two.",
+            "Not two",
+        ),
+        ("/a/b.h:12 void onnxruntime::f(int) x == 1 was false. ", "x == 1 was false"),
+        ("tensorprotoutils.cc:1657 GetSizeInBytes Out of bounds", "Out of bounds"),
+        ("Load model from /tmp/m.onnx failed:File doesn't exist", None),
+        ("Fetch (a::b(c)) and shape {2,3}/{4}.h", None),
+    ],
+)  # fmt: skip
+def test_messages_are_without_places_in_the_source(text: str, left: str | None) -> None:
+    assert said(RuntimeError(text)) == (text if left is None else left)
 
 
 def test_messages_of_onnxruntime_lose_their_frame() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from rich.markdown import Markdown
 
 from moe_onnx.cli.options import CONSOLE, WORK_FAILED
@@ -21,7 +21,7 @@ from moe_onnx.validation.device.golden_calls import MAKERS
 from moe_onnx.validation.device.golden_data import DTYPES, Sizes
 from moe_onnx.validation.device.standards import LEVELS as STANDARD_LEVELS
 from moe_onnx.validation.documents.targets import TARGETS
-from moe_onnx.validation.findings import LEVELS, write_beside
+from moe_onnx.validation.findings import LEVELS, json_text, write_beside
 from moe_onnx.validation.html import report_page
 from moe_onnx.validation.pages import code_page
 from moe_onnx.validation.printing import print_comparison, print_report
@@ -29,8 +29,16 @@ from moe_onnx.validation.registry import CODES
 from moe_onnx.validation.validate import validate as validate_model
 
 F = TypeVar("F", bound=Callable[..., Any])
-OUTPUT = click.Path(path_type=Path, dir_okay=False, writable=True)
+OUTPUT = click.Path(path_type=Path, dir_okay=False, writable=True, allow_dash=True)
+STDOUT = Path("-")
 ANY = click.Path(path_type=Path)
+
+
+def _known_place(ctx: click.Context, option: click.Parameter, value: Path | None) -> Path | None:
+    """What cannot be written is better known before the work than after it."""
+    if value is not None and value != STDOUT and not value.parent.is_dir():
+        raise click.BadParameter(f"there is no folder '{value.parent}'.", ctx, option)
+    return value
 
 
 @click.command()
@@ -39,8 +47,16 @@ ANY = click.Path(path_type=Path)
 @click.option("--target", type=click.Choice(TARGETS), help="Hold it to the limits of this device as well.")
 @click.option("--ub-size", type=click.IntRange(min=1), help="Bytes of the device's unified buffer.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of inputs drawn for runs.")
-@click.option("--json", "json_file", type=OUTPUT, help="Write the report as JSON.")
-@click.option("--html", "html_file", type=OUTPUT, help="Write the report as one HTML page.")
+@click.option(
+    "--json", "json_file", type=OUTPUT, callback=_known_place, help="Write the report as JSON; - to stdout."
+)
+@click.option(
+    "--html",
+    "html_file",
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    callback=_known_place,
+    help="Write the report as one HTML page.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Show every check, and why one did not apply.")
 def validate(
     model: Path,
@@ -60,6 +76,9 @@ def validate(
     run     also sessions by every route, equal outputs, repeats, threads, other sizes, empty batches
     full    also every gradient against finite differences in float64
 
+    Models with more than 2 GiB of weights are not loaded for run and full, and a run that takes longer
+    than 60 s is ended: -v shows what was left out.
+
     \b
     Examples:
       moe-onnx validate model/grad.onnx
@@ -72,11 +91,14 @@ def validate(
     """  # noqa: D301
     with CONSOLE.status(f"validating {model} ..."):
         report = validate_model(model, level=level, target=target, ub_size=ub_size, seed=seed)
-    if json_file is not None:
-        report.save_json(json_file)
     if html_file is not None:
         write_beside(html_file, report_page(report))
-    print_report(report, CONSOLE, verbose=verbose)
+    if json_file == STDOUT:
+        click.echo(json_text(report.to_dict()), nl=False)
+    else:
+        if json_file is not None:
+            report.save_json(json_file)
+        print_report(report, CONSOLE, verbose=verbose)
     sys.exit(0 if report.ok else WORK_FAILED)
 
 
@@ -118,9 +140,13 @@ def explain(code: str | None) -> None:
 @click.option(
     "--rename", multiple=True, metavar="EXPECTED=ACTUAL", help="A tensor that has another name; repeatable."
 )
-@click.option("--json", "json_file", type=OUTPUT, help="Write the comparison as JSON.")
+@click.option(
+    "--json", "json_file", type=OUTPUT, callback=_known_place, help="Write it as JSON; - to stdout, alone."
+)
 @click.option("--histogram/--no-histogram", default=True, show_default=True)
+@click.pass_context
 def compare(
+    ctx: click.Context,
     expected: Path,
     actual: Path,
     benchmark: Path | None,
@@ -149,6 +175,8 @@ def compare(
 
     Exit codes: 0 all within, 1 some are not, or are missing, 2 a file could not be read, or wrong usage.
     """  # noqa: D301
+    if benchmark is None and ctx.get_parameter_source("standard") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--standard is the level of the double benchmark: give --benchmark as well.")
     names = {}
     for one in rename:
         ours, equals, theirs = one.partition("=")
@@ -164,9 +192,12 @@ def compare(
         max_exceeding=max_exceeding,
         names=names,
     )
-    if json_file is not None:
-        write_beside(json_file, json.dumps(done.to_dict(), indent=1) + "\n")
-    print_comparison(done, CONSOLE, histogram=histogram)
+    if json_file == STDOUT:
+        click.echo(json_text(done.to_dict()), nl=False)
+    else:
+        if json_file is not None:
+            done.save_json(json_file)
+        print_comparison(done, CONSOLE, histogram=histogram)
     sys.exit(0 if done.ok else WORK_FAILED)
 
 

@@ -76,7 +76,7 @@ def _is_registered(options: onnxruntime.SessionOptions) -> bool:
         4,
     )
     try:
-        onnxruntime.InferenceSession(_probe(), options, providers=["CPUExecutionProvider"])
+        onnxruntime.InferenceSession(_probe(), options, providers=["CPUExecutionProvider"], enable_fallback=0)
     except Exception:
         return False
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -101,6 +101,10 @@ class Skipped:
     reason: str
 
 
+class NotDone(Exception):
+    """Raised inside a check that cannot go on: what it found so far holds, its message is why it stopped."""
+
+
 Figure = Table | Bars
 Outcome = Finding | Figure | Skipped
 
@@ -186,8 +190,12 @@ class Report:
 
     def save_json(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as JSON, beside its place first."""
-        text = json.dumps(_finite(self.to_dict()), indent=1, ensure_ascii=False)
-        return write_beside(path, text + "\n")
+        return write_beside(path, json_text(self.to_dict()))
+
+
+def json_text(data: Mapping[str, Any]) -> str:
+    """Plain data as JSON text."""
+    return json.dumps(_finite(data), indent=1, ensure_ascii=False) + "\n"
 
 
 def write_beside(path: str | os.PathLike[str], text: str) -> Path:

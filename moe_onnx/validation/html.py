@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from moe_onnx.validation.findings import SEVERITIES, Bars, Figure, Finding, Report, Table
+from moe_onnx.validation.findings import Bars, Figure, Finding, Report, Table
 from moe_onnx.validation.registry import CODES
+from moe_onnx.validation.saying import counted, number, scale_of
 
 _STYLE = """
 :root { color-scheme: light dark; --error: #c62828; --warning: #b26a00; --note: #1565c0; --ok: #2e7d32 }
@@ -65,13 +65,6 @@ def figures(found: Iterable[Figure]) -> list[str]:
     return [_bars(figure) if isinstance(figure, Bars) else _table(figure) for figure in found]
 
 
-def number(value: Any) -> str:
-    """A value as a cell shows it."""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
 def rows(columns: Sequence[str], cells: Iterable[Sequence[Any]]) -> str:
     """A table of values, numbers to the right."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
@@ -103,24 +96,6 @@ def _bars(bars: Bars) -> str:
         "" if bars.limit is None else f" <small>(line: limit {bars.limit:.3g} {escape(bars.unit)})</small>"
     )
     return f"<h2>{escape(bars.title)}{limit}</h2><table>{''.join(lines)}</table>"
-
-
-def scale_of(bars: Bars) -> Callable[[float], float]:
-    """What places a value on a bar, in percent of its length."""
-    values = [v for v in (*bars.values, bars.limit) if v is not None and math.isfinite(v) and v > 0]
-    if not values:
-        return lambda value: 0.0
-    high, low = max(values), min(values)
-    if not bars.log or high == low:
-        return lambda value: 100 * min(max(value, 0.0), high) / high if value == value else 100.0
-    top, bottom = math.log10(high), math.log10(low) - 0.5
-
-    def place(value: float) -> float:
-        if value != value or value > high:
-            return 100.0
-        return 100 * (math.log10(value) - bottom) / (top - bottom) if value >= low else 0.0
-
-    return place
 
 
 def _findings(findings: Sequence[Finding]) -> str:
@@ -169,9 +144,3 @@ def _code(name: str) -> str:
 
 def _prose(text: str) -> str:
     return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
-
-
-def counted(report: Report) -> str:
-    """How many findings of each severity there are, in words."""
-    numbers = {severity: len(report.of_severity(severity)) for severity in SEVERITIES}
-    return ", ".join(f"{n} {severity}{'' if n == 1 else 's'}" for severity, n in numbers.items())

@@ -9,7 +9,7 @@ from rich.table import Table as RichTable
 from moe_onnx.validation.device.compare import Comparison
 from moe_onnx.validation.device.measure import Errors, histogram_labels
 from moe_onnx.validation.findings import Bars, Report, Table
-from moe_onnx.validation.html import counted, number, scale_of
+from moe_onnx.validation.saying import counted, number, scale_of
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "blue"}
 _BAR = 32  # characters
@@ -45,25 +45,23 @@ def print_report(report: Report, console: Console, *, verbose: bool = False) -> 
 
 def print_comparison(done: Comparison, console: Console, *, histogram: bool = True) -> None:
     """Print a row for each tensor, the worst positions of those that failed, and a histogram of errors."""
-    table = RichTable(box=None, title=done.standard, title_justify="left")
-    table.add_column("tensor", overflow="fold")
-    for column in ("dtype", "shape"):
-        table.add_column(column, no_wrap=True)
-    for column in ("MERE", "MARE", "max abs", "exceeding", "1 - cosine"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("")
     for row in done.rows:
-        cells = [""] * 5
+        verdict = "[green]ok[/]    " if row.ok else "[bold red]failed[/]"
+        about = f"{row.dtype} {list(row.shape)}" if row.dtype else ""
+        console.print(f"{verdict} {escape(row.name)}  [dim]{escape(about)}[/]", soft_wrap=True)
         if (e := row.errors) is not None:
-            cells = [f"{v:.1e}" for v in (e.mere, e.mare, e.max_abs)]
-            cells += [f"{e.exceeding:.2%}", f"{max(0.0, 1 - e.cosine):.0e}"]
-        verdict = "[green]ok[/]" if row.ok else "[bold red]failed[/]"
-        table.add_row(escape(row.name), row.dtype, "x".join(map(str, row.shape)), *cells, verdict)
-    console.print(table)
-    for row in done.failed:
-        console.print(f"[red]{escape(row.name)}[/]: {escape('; '.join(row.failures))}", soft_wrap=True)
-        for at, wanted, actual in () if row.errors is None else row.errors.worst:
-            console.print(f"    {escape(str(list(at)))}: {actual:.9g}, expected {wanted:.9g}", soft_wrap=True)
+            numbers = f"MERE {e.mere:.1e}  MARE {e.mare:.1e}  max abs {e.max_abs:.1e}"
+            console.print(
+                f"       {numbers}  exceeding {e.exceeding:.2%}  1 - cosine {max(0.0, 1 - e.cosine):.0e}",
+                style="dim",
+                soft_wrap=True,
+            )
+        for failure in row.failures:
+            console.print(f"       [red]{escape(failure)}[/]", soft_wrap=True)
+        for at, wanted, actual in () if row.ok or row.errors is None else row.errors.worst:
+            console.print(
+                f"         {escape(str(list(at)))}: {actual:.9g}, expected {wanted:.9g}", soft_wrap=True
+            )
     if histogram and (found := [row.errors for row in done.rows if row.errors is not None]):
         console.print(_bars(error_histogram(found)))
     failed = len(done.failed)

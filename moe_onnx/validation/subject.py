@@ -91,6 +91,9 @@ class Scope:
         return f"{name!r}" if self.where == "graph" else f"{name!r} in {self.where}"
 
 
+MAX_BYTES = 2**31  # of weights and inputs that levels "run" and "full" load: more is left out
+
+
 @dataclass
 class Options:
     """What :func:`moe_onnx.validate` was asked for."""
@@ -99,7 +102,7 @@ class Options:
     target: str = ""
     ub_size: int | None = None  # bytes
     seed: int = 0
-    max_bytes: int = 2**31  # of weights that "run" may load
+    max_bytes: int = MAX_BYTES
 
 
 @dataclass
@@ -112,6 +115,7 @@ class Subject:
         path: The file, None for a ``ModelProto``.
         folder: Where external data is looked for, None where nothing says.
         options: What was asked for.
+    errors: Codes of the errors that the levels before this one found.
     """
 
     model: ModelProto
@@ -119,6 +123,7 @@ class Subject:
     path: Path | None = None
     folder: Path | None = None
     options: Options = field(default_factory=Options)
+    errors: tuple[str, ...] = ()
     shared: dict[str, object] = field(default_factory=dict)  # what one check leaves for another
 
     @cached_property

@@ -13,7 +13,16 @@ from moe_onnx.errors import OptionError
 from moe_onnx.spec import PACKAGE_VERSION
 from moe_onnx.validation import families
 from moe_onnx.validation.documents.targets import TARGETS
-from moe_onnx.validation.findings import LEVELS, SEVERITIES, CheckRun, Figure, Finding, Report, Skipped
+from moe_onnx.validation.findings import (
+    LEVELS,
+    SEVERITIES,
+    CheckRun,
+    Figure,
+    Finding,
+    NotDone,
+    Report,
+    Skipped,
+)
 from moe_onnx.validation.registry import CHECKS, CODES, Check, code
 from moe_onnx.validation.subject import Options, Subject, open_subject
 
@@ -40,7 +49,9 @@ def validate(
     Args:
         model: A path (external data stays where it is), or a ``ModelProto``.
         level: ``"static"`` reads the model; ``"run"`` also makes sessions and compares their outputs;
-            ``"full"`` also holds every gradient against finite differences. Each includes the ones before.
+            ``"full"`` also holds every gradient against finite differences. Each includes the ones before. A
+            model whose weights take more than 2 GiB (``MAX_BYTES``) is not loaded, and a run that takes
+            longer than 60 s is ended: the report says what was left out for that.
         target: A device whose limits the model is held to as well: see ``moe-onnx validate --help``.
         ub_size: Bytes of the device's unified buffer, instead of the target's own.
         seed: Of the inputs that are drawn for runs.
@@ -62,6 +73,7 @@ def validate(
     subject = open_subject(model, Options(level, target or "", ub_size, seed))
     report = Report(subject.name, level, target or "", versions=_versions())
     for known in LEVELS[: LEVELS.index(level) + 1]:
+        subject.errors = tuple(dict.fromkeys(finding.code for finding in report.of_severity("error")))
         for one in CHECKS:
             if one.level == known:
                 _run(one, subject, report)
@@ -83,6 +95,8 @@ def _run(one: Check, subject: Subject, report: Report) -> None:
                 skipped.append(outcome.reason)
             else:
                 figures.append(outcome)
+    except NotDone as reason:
+        skipped.append(str(reason))
     except Exception:
         # Not to go on with a guess: the report is not ok from here on, and says why.
         findings.append(CHECK_FAILED(f"check {one.name}", found=traceback.format_exc().strip()))

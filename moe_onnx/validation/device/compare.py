@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from moe_onnx.errors import OptionError
 from moe_onnx.validation.device.measure import Errors, measure
 from moe_onnx.validation.device.standards import LEVELS, MARE_FACTOR, STANDARDS, DtypeStandard, Ratios
 from moe_onnx.validation.device.tensor_files import Reader, tensors
+from moe_onnx.validation.findings import json_text, write_beside
 
 Array = NDArray[Any]
 
@@ -60,6 +62,10 @@ class Comparison:
             "rows": rows,
         }
 
+    def save_json(self, path: str | os.PathLike[str]) -> Path:
+        """Write the comparison as JSON, beside its place first."""
+        return write_beside(path, json_text(self.to_dict()))
+
 
 def compare(
     expected: str | os.PathLike[str] | Mapping[str, Any],
@@ -81,7 +87,8 @@ def compare(
         benchmark: Likewise, what a second implementation of the same dtype gave. With it the double
             benchmark is applied, without it the single one.
         level: Of the double benchmark: ``"L0"``, ``"L1"`` or ``"L2"``.
-        threshold: Of the single benchmark, for all dtypes, instead of the standard's.
+        threshold: Of the single benchmark, for all dtypes, instead of the standard's; beside a benchmark
+            only for ``max_exceeding``.
         max_exceeding: Share of elements that may be at or above the threshold, if that is to be judged as
             well (0.001 with a threshold of 0.001 is the older "double thousandth").
         names: Actual names by expected ones, where they differ.
@@ -98,6 +105,10 @@ def compare(
     for name, value in (("threshold", threshold), ("max_exceeding", max_exceeding)):
         if value is not None and not value >= 0:
             raise OptionError(f"{name} must be >= 0, got {value}.")
+    if benchmark is not None and threshold is not None and max_exceeding is None:
+        raise OptionError(
+            "threshold is one of the single benchmark; beside a benchmark it takes max_exceeding as well."
+        )
     ours, theirs = tensors(expected), tensors(actual)
     seconds = None if benchmark is None else tensors(benchmark)
     names = dict(names or {})
@@ -108,16 +119,18 @@ def compare(
     done = Comparison("double benchmark " + level if seconds is not None else "single benchmark")
     judge = _Judge(LEVELS[level], threshold, max_exceeding)
     for name, read in ours.items():
-        other = theirs.pop(names.get(name, name), None)
+        its = names.get(name, name)
+        shown = name if its == name else f"{name} = {its}"
+        other = theirs.pop(its, None)
         if other is None:
-            done.rows.append(Row(name, "", (), None, ("missing in the actual tensors",)))
+            done.rows.append(Row(shown, "", (), None, ("missing in the actual tensors",)))
             continue
         second = None
         if seconds is not None:
-            second = seconds.get(name) or seconds.get(names.get(name, name))
+            second = seconds.get(name) or seconds.get(its)
             if second is None and len(seconds) == len(ours) == 1:
                 second = next(iter(seconds.values()))
-        done.rows.append(_row(name, read, other, second, judge, wanted=seconds is not None))
+        done.rows.append(_row(shown, read, other, second, judge, wanted=seconds is not None))
     done.rows += [Row(name, "", (), None, ("not among the expected tensors",)) for name in theirs]
     return done
 
@@ -161,10 +174,12 @@ def _row(
         ]
         return Row(name, dtype, shape, errors, tuple(failures))
     bench = second()
-    if bench.shape != expected.shape:
-        failures.append(f"benchmark of shape {list(bench.shape)}")
+    if bench.shape != expected.shape or bench.dtype.name not in STANDARDS:
+        failures.append(f"the benchmark is {bench.dtype.name} {list(bench.shape)}")
         return Row(name, dtype, shape, errors, tuple(failures))
     theirs = measure(expected, bench, standard)
+    if theirs.non_finite:
+        failures.append(f"the benchmark has {theirs.non_finite} elements NaN or infinite on one side")
     ratios = _ratios(errors, theirs, standard)
     limits = (("MARE", judge.ratios.mare), ("MERE", judge.ratios.mere), ("RMSE", judge.ratios.rmse))
     failures += [
@@ -188,6 +203,8 @@ def _ratios(ours: Errors, theirs: Errors, standard: DtypeStandard) -> tuple[floa
 def _exact(name: str, expected: Array, actual: Array) -> Row:
     """Integers and booleans: equal, or wrong."""
     dtype, shape = actual.dtype.name, actual.shape
+    if actual.dtype.kind not in "biu" and dtype == expected.dtype.name:
+        return Row(name, dtype, shape, None, (f"there are no limits for {dtype}: convert both to float32",))
     if expected.dtype.kind not in "biu" or actual.dtype.kind not in "biu":
         return Row(name, dtype, shape, None, (f"dtype {dtype}, expected {expected.dtype.name}",))
     wrong = np.flatnonzero(np.asarray(expected != actual).ravel())

@@ -89,7 +89,7 @@ class _Sums:
             self.count[i] += relative[chosen].size
         self.products += (a @ e, a @ a, e @ e)
         self.max_abs = absolute.max(initial=self.max_abs)
-        self.exceeding += int(np.count_nonzero(relative >= self.standard.threshold))
+        self.exceeding += int(np.count_nonzero((relative >= self.standard.threshold) & (relative > 0)))
         self.small_wrong += int(np.count_nonzero(small & (absolute > self.standard.small_error)))
         self.histogram += _histogram(relative)
         order = np.argsort(-relative, kind="stable")[:WORST]

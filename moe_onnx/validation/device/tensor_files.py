@@ -9,10 +9,11 @@ import json
 import os
 import pickle
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes  # noqa: F401  (numpy learns bfloat16 by it)
 import numpy as np
@@ -28,13 +29,15 @@ _OUTPUT = "output."
 
 Array = NDArray[Any]
 Reader = Callable[[], Array]
+T = TypeVar("T")
 
 
 def tensors(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Reader]:
     """What reads each tensor of a file, of a folder, or of a mapping of arrays, by name.
 
     In a folder, a tensor is called after its file's path in it without the suffix, followed by ``/`` and
-    its own name where the file holds more than one. Of a golden case there are the outputs.
+    its own name where the file holds more than one. Of a golden case there are the outputs; elements of two
+    bytes without a dtype, as numpy saves bfloat16, are bfloat16.
 
     Raises:
         DataError: If there is nothing to read, or a file is not what its suffix says.
@@ -60,16 +63,36 @@ def tensors(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Rea
     return found
 
 
+_UNREADABLE = (
+    *(OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, EOFError),
+    *(zipfile.BadZipFile, zlib.error, pickle.UnpicklingError, SafetensorError),
+)
+
+
 def _of_file(path: Path) -> dict[str, Reader]:
     readers = {".npy": _npy, ".npz": _npz, ".safetensors": _safetensors, ".pt": _pt}
     if path.suffix not in readers:
         raise DataError(f"'{path}': its name must end in {', '.join(SUFFIXES)} to say what it holds.")
+    found = _read(path, "", partial(readers[path.suffix], path))
+    if not found:
+        raise DataError(f"'{path}' holds no tensors.")
+    return {name: partial(_read_tensor, path, name, reader) for name, reader in found.items()}
+
+
+def _read(path: Path, name: str, read: Callable[[], T]) -> T:
     try:
-        return readers[path.suffix](path)
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, SafetensorError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"'{path}' cannot be read as {path.suffix}: {error}") from error
+        return read()
+    except DataError:
+        raise
+    except _UNREADABLE as error:
+        tensor = f", tensor '{name}'," if name else ""
+        raise DataError(f"'{path}'{tensor} cannot be read as {path.suffix}: {error}.") from error
+
+
+def _read_tensor(path: Path, name: str, reader: Reader) -> Array:
+    array = _read(path, name, reader)
+    # numpy's own files have no name for bfloat16 and keep its bytes.
+    return array.view("bfloat16") if array.dtype == np.dtype("V2") else array
 
 
 def _npy(path: Path) -> dict[str, Reader]:
@@ -137,18 +160,18 @@ def _pt(path: Path) -> dict[str, Reader]:
             f"'{path}' needs torch, which is not installed (pip install torch). Or save it as .npy or "
             ".safetensors where it is."
         ) from None
-    try:
-        # weights_only: a file of tensors must not run code.
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=False)
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        raise DataError(f"'{path}' cannot be read as tensors: {error}") from error
-    found = loaded if isinstance(loaded, Mapping) else {path.stem: loaded}
-    wrong = [str(name) for name, value in found.items() if not isinstance(value, torch.Tensor)]
+    # weights_only: a file of tensors must not run code.
+    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=False)
+    found = _flat(loaded) if isinstance(loaded, (Mapping, list, tuple)) else {path.stem: loaded}
+    numbers = (torch.Tensor, bool, int, float)
+    wrong = [name for name, value in found.items() if not isinstance(value, numbers)]
     if wrong:
-        raise DataError(f"'{path}': {', '.join(wrong[:5])} are not tensors.")
+        raise DataError(f"'{path}': {', '.join(wrong[:5])} are no tensors and no numbers.")
 
     def reader(value: Any) -> Reader:
         def read() -> Array:
+            if not isinstance(value, torch.Tensor):
+                return np.asarray(value)
             tensor = value.detach().contiguous()
             if tensor.dtype == torch.bfloat16:
                 array: Array = tensor.view(torch.int16).numpy().view("bfloat16")
@@ -157,4 +180,16 @@ def _pt(path: Path) -> dict[str, Reader]:
 
         return read
 
-    return {str(name): reader(value) for name, value in found.items()}
+    return {name: reader(value) for name, value in found.items()}
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """What is in dicts and lists, by names with dots between."""
+    if isinstance(value, Mapping):
+        parts = list(value.items())
+    elif isinstance(value, (list, tuple)):
+        parts = list(enumerate(value))
+    else:
+        return {name: value}
+    before = f"{name}." if name else ""
+    return {key: item for part, inner in parts for key, item in _flat(inner, f"{before}{part}").items()}

@@ -158,7 +158,7 @@ def _table(found: list[tuple[MoeNode, Limit]], ub_size: int) -> Table:
                 _margin(limit.size, limit.kernel),
             )
         )
-    columns = ("limit", "nodes", "found", "document's", "left", "kernels'", "left")
+    columns = ("limit", "nodes", "found", "document's", "margin", "kernels'", "their margin")
     return Table(f"Unified buffer of {ub_size} bytes: {OP} with probs", columns, tuple(rows))
 
 

@@ -81,7 +81,9 @@ def loads(ir_version: int, domain: str, version: int) -> bool:
     options.log_severity_level = _QUIET
     options.intra_op_num_threads = 1
     try:
-        onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"], enable_fallback=0
+        )
     except Exception:  # onnxruntime's own classes, one for each of its status codes
         return False
     return True

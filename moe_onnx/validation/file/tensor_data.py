@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +22,14 @@ BITS: dict[int, int] = {
     15: 128,  # complex128
 }
 NAMES: dict[int, str] = {number: name.lower() for name, number in TensorProto.DataType.items() if number}
+
+
+def bytes_of(data_type: int, dims: Iterable[int]) -> int | None:
+    """Bytes that a tensor of a dtype and dims takes, None where these do not say."""
+    sizes, bits = list(dims), BITS.get(data_type)
+    if bits is None or any(size < 0 for size in sizes):
+        return None
+    return (math.prod(sizes) * bits + 7) // 8
 
 
 @dataclass
@@ -49,8 +57,7 @@ class Held:
     @cached_property
     def bytes(self) -> int | None:
         """Bytes that its dims and dtype ask for, None where they do not say."""
-        bits = BITS.get(self.tensor.data_type)
-        return None if bits is None or self.size is None else (self.size * bits + 7) // 8
+        return bytes_of(self.tensor.data_type, self.tensor.dims)
 
     @property
     def kind(self) -> str:

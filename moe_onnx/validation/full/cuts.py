@@ -9,6 +9,8 @@ from onnx import AttributeProto, ModelProto, NodeProto, TypeProto, ValueInfoProt
 
 from moe_onnx.runtime.session import InferenceSession
 from moe_onnx.validation.hazards.equations import unreadable_equation
+from moe_onnx.validation.run.messages import said
+from moe_onnx.validation.run.sessions import QUIET
 from moe_onnx.validation.subject import Subject
 
 _FOLDER = "session.model_external_initializers_file_folder_path"
@@ -83,11 +85,11 @@ def session_of(model: ModelProto, subject: Subject, *, plain: bool = False) -> o
         options.add_session_config_entry(_FOLDER, str(subject.folder))
     if plain:
         return onnxruntime.InferenceSession(
-            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"], **QUIET
         )
-    return InferenceSession(model, options, kernels="body")
+    return InferenceSession(model, options, ["CPUExecutionProvider"], kernels="body", **QUIET)
 
 
 def line(error: Exception) -> str:
     """The first line of an error's message."""
-    return str(error).strip().split("\n")[0][:300] or type(error).__name__
+    return said(error)[:300]

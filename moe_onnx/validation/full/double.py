@@ -16,6 +16,7 @@ from moe_onnx.validation.findings import Skipped
 from moe_onnx.validation.full.cuts import line, session_of
 from moe_onnx.validation.full.lively import Arrays, is_too_large, lively_feeds
 from moe_onnx.validation.run.drawing import Array
+from moe_onnx.validation.run.limits import within_limit
 from moe_onnx.validation.subject import Subject, normal_domain
 
 # Operators whose outputs are decisions: where one changes, the loss need not have a slope. Which output.
@@ -44,7 +45,8 @@ class Lifted:
         options.only_execute_path_to_fetches = True
         # A sum of 0-dimensional arrays is none any more.
         moved = {name: np.asarray(value) for name, value in (changed or {}).items()}
-        values = self.session.run(list(names), {**self.feed, **moved}, options)
+        feed = {**self.feed, **moved}
+        values = within_limit(lambda ended: self.session.run(list(names), feed, ended), options)
         return dict(zip(names, values, strict=True))
 
     def loss(self, changed: Mapping[str, Array] | None = None) -> tuple[float, list[Array]]:

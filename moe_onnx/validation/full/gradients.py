@@ -13,6 +13,7 @@ from moe_onnx.validation.full.cuts import line
 from moe_onnx.validation.full.double import Lifted, lift, same
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.run.drawing import Array
+from moe_onnx.validation.run.limits import TooLong
 from moe_onnx.validation.subject import Subject
 
 TOLERANCE = 1e-5  # of the gradient's norm
@@ -108,6 +109,8 @@ def _compare(
             gradient = np.asarray(claim.read(lifted.feed, found), np.float64)
             wrong = _form(claim, gradient, lifted.feed[claim.of])
             least = None if wrong else _least_error(claim, lifted, gradient, loss, decisions, rng)
+        except TooLong:
+            raise
         except Exception as problem:  # onnxruntime's own classes have no common base
             yield Skipped(f"{claim.of!r}: {line(problem)}")
             continue

@@ -19,6 +19,7 @@ from moe_onnx.validation.full.lively import Arrays, is_too_large, lively_feeds
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.run.drawing import Array, required_inputs
 from moe_onnx.validation.run.feeds import manifest_of
+from moe_onnx.validation.run.limits import TooLong, within_limit
 from moe_onnx.validation.subject import Subject
 
 _MOST_ELEMENTS = 2**27  # of a node's outputs; rows of zeros are made to ask the reference
@@ -181,6 +182,8 @@ def _values(
     while good < bad - 1:
         try:
             found, good = _run(model, watches[:trial], subject, feed), trial
+        except TooLong:
+            raise  # it would be as long for fewer nodes
         except Exception as exception:  # onnxruntime's own classes have no common base
             bad, error = trial, line(exception)
         trial = (good + bad) // 2
@@ -199,7 +202,8 @@ def _run(model: ModelProto, watches: Sequence[_Watch], subject: Subject, feed: A
     fed = {
         n: v.astype(np.float32) if kinds[n] == "tensor(float)" else v for n, v in feed.items() if n in kinds
     }
-    values = dict(zip(made, session.run(made, fed), strict=True))
+    ran = within_limit(lambda options: session.run(made, fed, options))
+    values = dict(zip(made, ran, strict=True))
     return values | known
 
 
@@ -210,7 +214,7 @@ def _of_node(watch: _Watch, found: Arrays, rows: list[tuple[Any, ...]]) -> Itera
         if value is not None and not watch.is_index(at):
             value = np.broadcast_to(np.float32(0), tuple(int(size) for size in value))
         elif value is not None and watch.spec.inputs[at].dtypes == INDICES and value.size:
-            rows.append((watch.where, watch.spec.inputs[at].name, *_summary(value)))
+            rows.append((watch.node.name or watch.where, watch.spec.inputs[at].name, *_summary(value)))
         values.append(value)
     if sum(value.size for value in values if value is not None) > _MOST_ELEMENTS:
         yield Skipped(f"{watch.where}: its inputs have more than {_MOST_ELEMENTS:,} elements")

@@ -9,6 +9,8 @@ import numpy as np
 from moe_onnx.validation.findings import Skipped
 from moe_onnx.validation.run.drawing import Array
 from moe_onnx.validation.run.feeds import draw_feeds, fed_bytes, free_sizes, manifest_of
+from moe_onnx.validation.run.runs import Runs
+from moe_onnx.validation.run.sessions import weight_bytes
 from moe_onnx.validation.subject import Subject
 
 Arrays = dict[str, Array]
@@ -18,6 +20,9 @@ _TOKENS, _MOST_TOKENS, _LENGTH = 12, 2048, 24
 
 def lively_feeds(subject: Subject, rng: np.random.Generator) -> Arrays | Skipped:
     """Inputs for a run, or why there are none. Parameters may be wider than the graph takes them."""
+    runs = subject.shared.get("runs")
+    if isinstance(runs, Runs) and runs.too_long:
+        return Skipped(runs.too_long)
     drawn = draw_feeds(subject, rng, _sizes(subject))
     if isinstance(drawn, Skipped):
         return drawn
@@ -26,7 +31,7 @@ def lively_feeds(subject: Subject, rng: np.random.Generator) -> Arrays | Skipped
 
 def is_too_large(subject: Subject, times: int, what: str) -> Skipped | None:
     """Why a model is left out whose inputs and weights, so many times, take more than is allowed."""
-    limit, size = subject.options.max_bytes, times * (fed_bytes(subject) + _stored_bytes(subject))
+    limit, size = subject.options.max_bytes, times * (fed_bytes(subject) + weight_bytes(subject))
     if size <= limit:
         return None
     return Skipped(f"{what} the model takes {size:,} bytes, more than {limit:,}")
@@ -78,7 +83,3 @@ def _lively_parameters(subject: Subject, rng: np.random.Generator) -> Arrays:
                 value = value / math.sqrt(max(info.shape[-1], 1))
             found[info.name] = value
     return found
-
-
-def _stored_bytes(subject: Subject) -> int:
-    return sum(4 * math.prod(max(dim, 0) for dim in t.dims) for t in subject.model.graph.initializer)

@@ -17,6 +17,7 @@ from moe_onnx.validation.full.cuts import line, session_of
 from moe_onnx.validation.full.lively import Arrays, is_too_large, lively_feeds
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.run.drawing import Array
+from moe_onnx.validation.run.limits import within_limit
 from moe_onnx.validation.subject import Subject
 
 UNWRITTEN = code(
@@ -128,7 +129,8 @@ class _Run:
         """Outputs, and how many rows no index names at each place."""
         names = [*dict.fromkeys(self.outputs), *(switch.count for switch in self.switches)]
         feed = {**self.feed, **{switch.name: np.array(switch in on) for switch in self.switches}}
-        values = dict(zip(names, self.session.run(names, feed), strict=True))
+        found = within_limit(lambda options: self.session.run(names, feed, options))
+        values = dict(zip(names, found, strict=True))
         counts = {switch.count: values.pop(switch.count) for switch in self.switches}
         return values, counts
 

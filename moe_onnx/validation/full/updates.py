@@ -11,6 +11,7 @@ from moe_onnx.build.manifest import Manifest, ParameterInfo
 from moe_onnx.build.optimizers import SGD, AdamW, Optimizer
 from moe_onnx.validation.findings import Bars, Outcome, Skipped
 from moe_onnx.validation.full.claims import claims_of, clip_of, optimizer_of
+from moe_onnx.validation.full.cuts import line
 from moe_onnx.validation.full.double import lift
 from moe_onnx.validation.full.lively import Arrays
 from moe_onnx.validation.registry import check, code
@@ -103,7 +104,7 @@ def _run(subject: Subject) -> tuple[Arrays, Arrays] | Skipped:
     try:
         return lifted.feed, lifted.run(lifted.outputs)
     except Exception as error:  # onnxruntime's own classes have no common base
-        return Skipped(f"the model does not run in double precision: {str(error).strip()[:300]}")
+        return Skipped(f"the model does not run in double precision: {line(error)}")
 
 
 def _with_update(manifest: Manifest, outputs: set[str]) -> Iterator[ParameterInfo]:

@@ -148,7 +148,10 @@ def is_served(domain: str, op: str) -> bool:
     options.log_severity_level = 4
     try:
         onnxruntime.InferenceSession(
-            model.SerializeToString(), register(options), providers=["CPUExecutionProvider"]
+            model.SerializeToString(),
+            register(options),
+            providers=["CPUExecutionProvider"],
+            enable_fallback=0,
         )
     except Exception as error:  # of many kinds, and the text is all that tells them apart
         return _UNREGISTERED not in str(error)

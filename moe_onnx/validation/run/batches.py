@@ -11,7 +11,8 @@ from moe_onnx.validation.findings import Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.run.agreement import is_float
 from moe_onnx.validation.run.feeds import Feeds, fewest_tokens
-from moe_onnx.validation.run.runs import draw, listed, runs_of, said
+from moe_onnx.validation.run.messages import said
+from moe_onnx.validation.run.runs import draw, listed, runs_of
 from moe_onnx.validation.run.sessions import ERRORS, Outputs
 from moe_onnx.validation.subject import Subject
 

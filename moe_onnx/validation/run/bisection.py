@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from onnx import NodeProto
 
+from moe_onnx.validation.run.limits import TooLong
 from moe_onnx.validation.run.sessions import ERRORS
 from moe_onnx.validation.subject import Subject, subgraphs
 
@@ -43,6 +44,8 @@ def first_bad_node(
         picked = values[::step]
         try:
             found = bad([*picked, target])
+        except TooLong:
+            return None
         except ERRORS:
             return None
         if always and target not in found:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from moe_onnx.validation.findings import Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.run.agreement import ROUTES, THREADS, difference, differing, same_bits
-from moe_onnx.validation.run.runs import REPEATS, Runs, first_place, listed, runs_of, said
+from moe_onnx.validation.run.messages import said
+from moe_onnx.validation.run.runs import REPEATS, Runs, first_place, listed, runs_of
 from moe_onnx.validation.run.sessions import ERRORS, Outputs, Session, make_session
 from moe_onnx.validation.subject import Subject
 

@@ -14,6 +14,7 @@ from moe_onnx.build.manifest import Manifest, TensorInfo
 from moe_onnx.build.parameters import Parameter
 from moe_onnx.operators import BY_NAME
 from moe_onnx.spec import DOMAIN
+from moe_onnx.validation.file.tensor_data import bytes_of
 from moe_onnx.validation.run.routing_feeds import draw_indices
 from moe_onnx.validation.run.uses import Use, Uses
 from moe_onnx.validation.subject import Scope, Subject
@@ -22,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 SMALL = 4  # size of an axis about which nothing is known
 # Inputs that say sizes, axes or counts: what fits them only the model's author knows.
-_SIZE_INPUTS: dict[str, tuple[int, ...]] = {
+SIZE_INPUTS: dict[str, tuple[int, ...]] = {
     "Reshape": (1,), "Expand": (1,), "Tile": (1,), "ConstantOfShape": (0,), "Slice": (1, 2, 3, 4),
     "TopK": (1,), "Pad": (1, 3), "Resize": (1, 2, 3), "Upsample": (1,), "Squeeze": (1,), "Unsqueeze": (1,),
     "Split": (1,), "Range": (0, 1, 2), "OneHot": (1,), "Loop": (0,), "CumSum": (1,), "ReduceSum": (1,),
@@ -102,7 +103,9 @@ class Drawing:
         if not info.type.tensor_type.HasField("shape"):
             raise NotKnown(f"input {info.name!r} has no shape")
         shape = tuple([d if isinstance(d, int) else self.sizes.get(d, SMALL) for d in dims_of(info)])
-        if math.prod(int(size) for size in shape) * 4 > self.subject.options.max_bytes:
+        # An axis of 0 makes no others small: arrays of [2^62, 0] are none that numpy has.
+        room = bytes_of(info.type.tensor_type.elem_type, [max(int(size), 1) for size in shape])
+        if (room or 0) > self.subject.options.max_bytes:
             raise NotKnown(f"input {info.name!r} of shape {list(shape)} is too large")
         return shape
 
@@ -189,7 +192,7 @@ class Drawing:
 
     def refuse_sizes(self, use: Use, name: str) -> None:
         """Raise where an input says sizes: which ones fit only the model's author knows."""
-        if use.index in _SIZE_INPUTS.get(use.op, ()):
+        if use.index in SIZE_INPUTS.get(use.op, ()):
             raise NotKnown(f"input {name!r} says sizes, axes or counts to {use.scope.place(use.node)}")
 
     def routing(self, use: Use, name: str, shape: tuple[int, ...]) -> Array:

@@ -10,6 +10,7 @@ import numpy as np
 
 from moe_onnx.build.manifest import METADATA_KEY, Manifest
 from moe_onnx.errors import MoeOnnxError
+from moe_onnx.validation.file.tensor_data import bytes_of
 from moe_onnx.validation.findings import Skipped
 from moe_onnx.validation.run.drawing import SMALL, Array, Drawing, NotKnown, dims_of, required_inputs
 from moe_onnx.validation.subject import Subject
@@ -110,7 +111,7 @@ def fed_bytes(subject: Subject) -> int:
     for info in required_inputs(subject):
         dims = dims_of(info)
         if dims and all(isinstance(dim, int) for dim in dims):
-            total += math.prod(int(dim) for dim in dims) * 4
+            total += bytes_of(info.type.tensor_type.elem_type, [int(dim) for dim in dims]) or 0
     return total
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from moe_onnx.validation.findings import Finding, Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.run.feeds import Feeds, fewest_tokens, free_sizes
-from moe_onnx.validation.run.runs import Runs, draw, listed, runs_of, said
+from moe_onnx.validation.run.messages import said
+from moe_onnx.validation.run.runs import Runs, draw, listed, runs_of
 from moe_onnx.validation.run.sessions import ERRORS, Outputs
 from moe_onnx.validation.subject import Subject
 

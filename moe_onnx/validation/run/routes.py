@@ -10,7 +10,9 @@ from moe_onnx.validation.findings import Outcome, Skipped, Table
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.run.agreement import is_float
 from moe_onnx.validation.run.feeds import draw_feeds
-from moe_onnx.validation.run.runs import Runs, first_place, listed, runs_of, said
+from moe_onnx.validation.run.fixed_shapes import has_fixed_shapes
+from moe_onnx.validation.run.messages import is_about_shapes, said
+from moe_onnx.validation.run.runs import Runs, first_place, listed, runs_of
 from moe_onnx.validation.run.sessions import (
     ERRORS,
     PLAIN,
@@ -26,7 +28,9 @@ NO_SESSION = code(
     "No session can be made of the model",
     why="onnxruntime, by the route that is named, refuses the model when it is loaded. What onnx's checker "
     "lets pass is not all that a runtime refuses: a misspelt custom operator, an initializer of another "
-    "shape than its data, a name that is made twice.",
+    "shape than its data, a name that is made twice, a constant divisor of 0. A node that lacks a kernel "
+    "on this machine is MO802 in models of others. Where the static checks found errors, this is left out: "
+    "it mostly says the same again.",
     mend="See what onnxruntime says, and mend what the static checks found first.",
 )
 NO_KERNEL = code(
@@ -35,8 +39,8 @@ NO_KERNEL = code(
     "onnxruntime has no kernel for a node on this machine",
     why="The model may be right and made for another device: on the CPU many operators lack kernels for 16 "
     "bits (bfloat16: MatMul, Add, Mul, Softmax and more), for float64, or for the old versions of opsets "
-    "below 7, and some want what is not installed here (locales). It cannot be run, so nothing was checked "
-    "by running it.",
+    "below 7, and StringNormalizer wants locales, which may not be installed. It cannot be run, so "
+    "nothing was checked by running it.",
     mend="Run it on its device, or export it in float32 and with a newer opset to have it checked here.",
 )
 NOT_PLAIN = code(
@@ -63,6 +67,15 @@ RUN_MAY_FAIL = code(
     why="A session was made, but running it raises an error for every size of the free axes that was tried. "
     "What its integers mean is known, or it takes none, so that values are hardly to blame.",
     mend="Run it with inputs of your own; if it works, what the inputs must be is not said in the model.",
+)
+SHAPES_DIFFER = code(
+    "MO806",
+    "error",
+    "A node refuses the shapes that the model gives it",
+    why="A session was made, but running it raises an error about shapes. All inputs have fixed shapes, and "
+    "no size comes of what they hold, so that it fails for every input. Shape inference does not see it "
+    "where a size is computed by nodes that it cannot follow.",
+    mend="Look at the node that onnxruntime names, and at where the sizes that it gets are computed.",
 )
 NOT_FINITE = code(
     "MO841",
@@ -94,11 +107,14 @@ def sessions(subject: Subject) -> Iterator[Outcome]:
             yield NOT_PLAIN(where, found=said(error))
         elif runs.manifest is None and is_not_here(error):
             yield NO_KERNEL(where, found=said(error))
+        elif subject.errors and not runs.sessions:
+            codes = listed(list(subject.errors))
+            yield Skipped(f"the static checks found errors first ({codes}); {where}: {said(error)}")
         else:
             yield NO_SESSION(where, found=said(error))
 
 
-@check("run", RUN_FAILS, RUN_MAY_FAIL)
+@check("run", RUN_FAILS, RUN_MAY_FAIL, SHAPES_DIFFER)
 def first_run(subject: Subject) -> Iterator[Outcome]:
     """The model runs with inputs that it should take."""
     runs = runs_of(subject)
@@ -115,6 +131,8 @@ def first_run(subject: Subject) -> Iterator[Outcome]:
     elif runs.feeds.guessed:
         names = listed(runs.feeds.guessed)
         yield Skipped(f"the model does not run with what was drawn for {names}: {said(runs.error)}")
+    elif is_about_shapes(runs.error) and has_fixed_shapes(subject):
+        yield SHAPES_DIFFER(where, found=said(runs.error))
     else:
         yield RUN_MAY_FAIL(where, found=said(runs.error))
 

@@ -13,6 +13,7 @@ from moe_onnx.validation.findings import Skipped
 from moe_onnx.validation.hazards.equations import unreadable_equation
 from moe_onnx.validation.run.bisection import Bad, first_bad_node
 from moe_onnx.validation.run.feeds import Feeds, draw_feeds, fed_bytes, free_sizes, manifest_of
+from moe_onnx.validation.run.limits import TooLong
 from moe_onnx.validation.run.sessions import ERRORS, Outputs, Session, make_session, routes, weight_bytes
 from moe_onnx.validation.subject import Subject
 
@@ -41,6 +42,7 @@ class Runs:
         error: Why it did not run.
         seconds: What the first run of each session took.
         fixed: Whether it was found that free axes are not free.
+        too_long: Why the first run was ended, or ``""``.
     """
 
     subject: Subject
@@ -53,6 +55,7 @@ class Runs:
     error: Exception | None = None
     seconds: dict[tuple[str, int], float] = field(default_factory=dict)
     fixed: bool = False
+    too_long: str = ""
 
     @property
     def first(self) -> Session:
@@ -94,6 +97,8 @@ def runs_of(subject: Subject) -> Runs:
     """Make sessions by every route, draw inputs, and run: the first time this is called."""
     found = subject.shared.get("runs")
     if not isinstance(found, Runs):
+        # Where making them fails, that is told once: by the check that is first to ask.
+        found = subject.shared["runs"] = Runs(subject, None, "the runs could not be prepared")
         found = subject.shared["runs"] = _made(subject)
     return found
 
@@ -105,7 +110,8 @@ def _made(subject: Subject) -> Runs:
         return runs
     size, most = weight_bytes(subject) + fed_bytes(subject), subject.options.max_bytes
     if size > most:
-        runs.skipped = f"weights of {size / 2**20:,.0f} MB are more than the {most / 2**20:,.0f} MB for runs"
+        held, limit = (f"{number / 2**20:,.0f} MB" for number in (size, most))
+        runs.skipped = f"weights and inputs of {held} are more than the {limit} for runs"
         return runs
     for route in routes(subject):
         try:
@@ -128,6 +134,9 @@ def _first_run(runs: Runs) -> None:
         runs.feeds = feeds
         try:
             runs.outputs = runs.run(runs.first, feeds)
+        except TooLong as error:
+            runs.skipped = runs.too_long = str(error)
+            return
         except ERRORS as error:
             runs.error = runs.error or error
         else:
@@ -138,14 +147,6 @@ def _first_run(runs: Runs) -> None:
 def draw(subject: Subject, sizes: dict[str, int]) -> Feeds | Skipped:
     """Inputs by the seed that was asked for: the same for the same sizes."""
     return draw_feeds(subject, np.random.default_rng(subject.options.seed), sizes)
-
-
-def said(error: Exception) -> str:
-    """The first line of an error, without onnxruntime's own prefix and without its end."""
-    text = (str(error).strip() or type(error).__name__).split("\n")[0]
-    parts = text.split(" : ", 3)
-    text = parts[3] if len(parts) == 4 and parts[0] == "[ONNXRuntimeError]" else text
-    return text[:397] + "..." if len(text) > 400 else text.rstrip(". ")
 
 
 def first_place(runs: Runs, outputs: list[str], bad: Bad, *, always: bool = True) -> str:

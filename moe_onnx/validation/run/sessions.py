@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-from onnx import ModelProto, TensorProto, ValueInfoProto
+from onnx import ModelProto, ValueInfoProto
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from moe_onnx.adapters import python_ops
@@ -19,6 +18,8 @@ from moe_onnx.rewrite.legalize import uses_domain
 from moe_onnx.runtime.ort_values import to_numpy, to_ort_value
 from moe_onnx.runtime.session import KERNELS, InferenceSession
 from moe_onnx.spec import DOMAIN
+from moe_onnx.validation.file.tensor_data import bytes_of
+from moe_onnx.validation.run.limits import within_limit
 from moe_onnx.validation.run.memory import PeakMemory
 from moe_onnx.validation.subject import Subject
 
@@ -27,6 +28,9 @@ Outputs = dict[str, Array]
 
 PLAIN = "plain"  # onnxruntime's own session, nothing registered: what any program would make
 _FOLDER = "session.model_external_initializers_file_folder_path"
+
+# A second try with the same provider fails alike, and onnxruntime prints that it makes one.
+QUIET: dict[str, Any] = {"enable_fallback": 0}
 
 # Whatever onnxruntime and the operators raise; they have no common base.
 ERRORS: tuple[type[Exception], ...] = (
@@ -46,10 +50,14 @@ ERRORS: tuple[type[Exception], ...] = (
 _NOT_FETCHED = ("float8", "float4", "int4", "int2", "map(")  # as numpy has no such thing
 
 
+# What a kernel says that does not find on this machine what it needs. Others of its reasons to refuse a
+# node hold on any machine: a division by a constant 0, an attribute of no known value.
+_NOT_INSTALLED = ("Failed to construct locale",)
+
+
 def is_not_here(error: Exception) -> bool:
-    """Whether a session lacks a kernel on this machine, or a kernel could not be set up."""
-    in_a_kernel = "Exception during initialization" in str(error) and "/providers/" in str(error)
-    return isinstance(error, ort_errors.NotImplemented) or in_a_kernel
+    """Whether a session lacks a kernel on this machine, or what a kernel needs is not installed."""
+    return isinstance(error, ort_errors.NotImplemented) or any(text in str(error) for text in _NOT_INSTALLED)
 
 
 @dataclass
@@ -69,19 +77,27 @@ class Session:
         return [o.name for o in outputs if not any(kind in o.type for kind in _NOT_FETCHED)]
 
     def run(self, feeds: Mapping[str, Array], names: Sequence[str] | None = None) -> Outputs:
-        """The outputs by name; those of a sequence as ``name[0]`` and so on, absent ones left out."""
+        """The outputs by name; those of a sequence as ``name[0]`` and so on, absent ones left out.
+
+        Raises:
+            TooLong: If it takes too long.
+        """
         wanted = list(names) if names is not None else self.outputs
         if not wanted:
             return {}  # onnxruntime would give all
         if self.route != PLAIN:
-            return _flat(wanted, self.session.run(wanted, dict(feeds)))
+            return self._run(wanted, feeds)
         kinds = {arg.name: arg.type for arg in self.session.get_inputs()}
         kinds |= {arg.name: arg.type for arg in self.session.get_outputs()}
         if "tensor(bfloat16)" not in kinds.values():
-            return _flat(wanted, self.session.run(wanted, dict(feeds)))
+            return self._run(wanted, feeds)
         values = {name: to_ort_value(value, kinds.get(name, "")) for name, value in feeds.items()}
-        found = self.session.run_with_ort_values(wanted, values)
+        found = within_limit(lambda options: self.session.run_with_ort_values(wanted, values, options))
         return _flat(wanted, [to_numpy(value) for value in found])
+
+    def _run(self, wanted: Sequence[str], feeds: Mapping[str, Array]) -> Outputs:
+        fed = dict(feeds)
+        return _flat(wanted, within_limit(lambda options: self.session.run(wanted, fed, options)))
 
 
 def routes(subject: Subject) -> tuple[str, ...]:
@@ -119,9 +135,9 @@ def make_session(subject: Subject, route: str, threads: int = 1, extra: Iterable
     if route == PLAIN:
         # Providers are named, as onnxruntime for other devices wants it.
         data = model.SerializeToString()
-        made = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        made = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"], **QUIET)
     else:
-        made = InferenceSession(model, options, ["CPUExecutionProvider"], kernels=route)
+        made = InferenceSession(model, options, ["CPUExecutionProvider"], kernels=route, **QUIET)
     return Session(made, route, threads, time.perf_counter() - start, memory.growth())
 
 
@@ -142,16 +158,8 @@ def weight_bytes(subject: Subject) -> int:
     total = 0
     for scope in subject.scopes:
         for tensor in scope.initializers.values():
-            size = math.prod(tensor.dims)
-            total += size * _ITEM_BYTES.get(tensor.data_type, 4)
+            total += bytes_of(tensor.data_type, tensor.dims) or 0
     return total
-
-
-_ITEM_BYTES: dict[int, int] = {
-    TensorProto.DOUBLE: 8, TensorProto.INT64: 8, TensorProto.UINT64: 8, TensorProto.FLOAT16: 2,
-    TensorProto.BFLOAT16: 2, TensorProto.INT16: 2, TensorProto.UINT16: 2, TensorProto.INT8: 1,
-    TensorProto.UINT8: 1, TensorProto.BOOL: 1, TensorProto.COMPLEX128: 16, TensorProto.COMPLEX64: 8,
-}  # fmt: skip
 
 
 def _flat(names: Sequence[str], values: Sequence[Any]) -> Outputs:
