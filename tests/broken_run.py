@@ -258,7 +258,9 @@ def a_spread(model: onnx.ModelProto) -> None:
 
 MUTATIONS = [
     Mutation("MO801", "a node without kernel in a training graph", apply_model, lacking_a_kernel, "run"),
-    Mutation("MO801", "integers divided by a constant 0", one_node_model, by_zero, "run", also=("MO325",)),
+    Mutation(
+        "MO325", "integers divided by a constant 0, run", one_node_model, by_zero, "run", also=("MO801",)
+    ),
     Mutation(
         "MO801", "a padding that does not exist", picture_model, misspelt_padding, "run", also=("MO318",)
     ),
