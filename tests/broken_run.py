@@ -261,9 +261,7 @@ MUTATIONS = [
     Mutation(
         "MO325", "integers divided by a constant 0, run", one_node_model, by_zero, "run", also=("MO801",)
     ),
-    Mutation(
-        "MO801", "a padding that does not exist", picture_model, misspelt_padding, "run", also=("MO318",)
-    ),
+    Mutation("MO318", "a padding that does not exist, run", picture_model, misspelt_padding, "run"),
     Mutation("MO802", "a node without kernel", plain_model, lacking_a_kernel, "run"),
     Mutation("MO803", "an optional input left out", unpermute_model, without_the_optional_input, "run"),
     Mutation("MO804", "a row that is not there", apply_model, out_of_reach, "run"),
