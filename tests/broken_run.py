@@ -258,13 +258,17 @@ def a_spread(model: onnx.ModelProto) -> None:
 
 MUTATIONS = [
     Mutation("MO801", "a node without kernel in a training graph", apply_model, lacking_a_kernel, "run"),
-    Mutation("MO801", "integers divided by a constant 0", one_node_model, by_zero, "run"),
-    Mutation("MO801", "a padding that does not exist", picture_model, misspelt_padding, "run"),
+    Mutation(
+        "MO325", "integers divided by a constant 0, run", one_node_model, by_zero, "run", also=("MO801",)
+    ),
+    Mutation("MO318", "a padding that does not exist, run", picture_model, misspelt_padding, "run"),
     Mutation("MO802", "a node without kernel", plain_model, lacking_a_kernel, "run"),
     Mutation("MO803", "an optional input left out", unpermute_model, without_the_optional_input, "run"),
     Mutation("MO804", "a row that is not there", apply_model, out_of_reach, "run"),
     Mutation("MO805", "a row that is not there", plain_model, out_of_reach, "run"),
-    Mutation("MO806", "other channels than the filter has", picture_model, other_channels, "run"),
+    Mutation(
+        "MO806", "other channels than the filter has", picture_model, other_channels, "run", also=("MO321",)
+    ),
     Mutation("MO806", "rows longer than the columns", products_of_rows, a_longer_row, "run"),
     Mutation("MO806", "rows of another width", added_rows, wider_rows, "run"),
     Mutation("MO811", "repeated rows", grad_model, all_slots_in_one_row, "run"),
