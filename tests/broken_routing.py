@@ -135,7 +135,12 @@ _BACKWARD = [
     )
 ]
 # The others are held by the two checks alone, which is quicker.
-MORE: list[Mutation] = [*_FORWARD[2:], *_BACKWARD[2:]]
+MORE: list[Mutation] = [
+    *(*_FORWARD[2:], *_BACKWARD[2:]),
+    case("MO629", "indices exchanged", grad_model, exchanged(f"{INIT}Grad", 1)),
+    case("MO629", "all exchanged", grad_model, exchanged(f"{COMBINE}Grad", 1, 2, 3, 4, 5)),
+    case("MO629", "all exchanged by map", by_map, exchanged(f"{PERMUTE}Grad", 2, 3)),
+]
 MUTATIONS: list[Mutation] = [
     *_FORWARD[:2],
     # The experts of the later layer are then read by nothing.

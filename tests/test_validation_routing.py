@@ -20,8 +20,11 @@ def codes(model: ModelProto) -> list[str]:
 
 
 @pytest.mark.parametrize("mutation", MORE, ids=lambda mutation: mutation.id)
-def test_values_of_another_layer_are_one_finding(mutation: Mutation) -> None:
+def test_each_node_with_values_of_another_layer_is_one_finding(mutation: Mutation) -> None:
     model = copy_of(mutation.base())
     assert codes(model) == []
     mutation.break_it(model)
-    assert codes(model) == [mutation.code]
+    found = codes(model)
+    # Where two nodes exchanged their inputs, both are wrong, and what reads them.
+    assert len(found) == 1 or "exchanged" in mutation.name
+    assert set(found) == {mutation.code}
