@@ -134,12 +134,19 @@ _BACKWARD = [
         (FINALIZE, 3, "scales", padded),
     )
 ]
+# The others are held by the two checks alone, which is quicker.
+MORE: list[Mutation] = [
+    *(*_FORWARD[2:], *_BACKWARD[2:]),
+    case("MO629", "indices exchanged", grad_model, exchanged(f"{INIT}Grad", 1)),
+    case("MO629", "all exchanged", grad_model, exchanged(f"{COMBINE}Grad", 1, 2, 3, 4, 5)),
+    case("MO629", "all exchanged by map", by_map, exchanged(f"{PERMUTE}Grad", 2, 3)),
+]
 MUTATIONS: list[Mutation] = [
-    *_FORWARD,
+    *_FORWARD[:2],
     # The experts of the later layer are then read by nothing.
     case("MO628", "rows of another layer", grad_model, crossed(COMBINE, 0), "MO611"),
     case("MO628", "sizes of groups of another layer", grouped, by_other_sizes),
-    *_BACKWARD,
+    *_BACKWARD[:2],
     case(
         "MO629", "all of another layer but the gradient", grad_model, crossed(f"{COMBINE}Grad", 1, 2, 3, 4, 5)
     ),
