@@ -196,7 +196,7 @@ def test_the_report_has_both_readings_with_what_is_left() -> None:
     report = moe_onnx.validate(nodes.combine_grad(), target="ascend910b")
     assert report.ok
     table = next(f for f in report.figures if isinstance(f, Table) and "Unified buffer" in f.title)
-    assert table.columns == ("limit", "nodes", "found", "document's", "left", "kernels'", "left")
+    assert table.columns == ("limit", "nodes", "found", "document's", "margin", "kernels'", "their margin")
     assert table.rows == (("experts", 1, 3, 38624, "100.0 %", 38648, "100.0 %"),)
     padded = moe_onnx.validate(nodes.combine_grad_padded(), ub_size=2080 + 48)
     table = next(f for f in padded.figures if isinstance(f, Table) and "Unified buffer" in f.title)
