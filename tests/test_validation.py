@@ -50,7 +50,7 @@ def test_a_model_broken_for_one_reason_is_caught_for_it(mutation: Mutation, tmp_
 
 def test_every_code_has_a_mutation() -> None:
     """MO001 is a defect of ours: test_validation_report.py makes one."""
-    assert sorted(CODES) == sorted({mutation.code for mutation in ALL} | {"MO001"})
+    assert sorted(set(CODES) - {"MO001"}) == sorted({mutation.code for mutation in ALL})
 
 
 def test_every_code_belongs_to_a_check() -> None:
