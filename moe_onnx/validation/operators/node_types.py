@@ -39,6 +39,9 @@ _UNTYPED = re.compile(
     "data from external tensor"
 )
 
+# onnx 1.19 ends the process, at times, where it infers a single node that has subgraphs.
+_BRANCHES_ARE_SAFE = tuple(int(part) for part in onnx.__version__.split(".")[:2]) >= (1, 20)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -130,6 +133,10 @@ class Walk:
         if schema is None:
             if (domain, node.op_type) not in self.subject.functions:
                 self.blind.add(operator_name(node))
+            return
+        if not _BRANCHES_ARE_SAFE and next(subgraphs(node), None) is not None:
+            for name in node.output:
+                self._strict[id(scope)][name] = self._lenient[id(scope)].get(name) or TypeProto()
             return
         given: dict[str, TypeProto] = {}
         for name in (*node.input, *names_inside(node)):
