@@ -498,7 +498,7 @@ def test_bytes_are_those_of_the_dtype() -> None:
         ),
         ("/a/b.h:12 void onnxruntime::f(int) x == 1 was false. ", "x == 1 was false"),
         ("tensorprotoutils.cc:1657 GetSizeInBytes Out of bounds", "Out of bounds"),
-        ("Load model from /tmp/m.onnx failed:File doesn't exist", None),
+        ("Load model from /models/m.onnx failed:File doesn't exist", None),
         ("Fetch (a::b(c)) and shape {2,3}/{4}.h", None),
     ],
 )  # fmt: skip

@@ -38,6 +38,7 @@ ELEM_TYPES = {
     "int8": onnx.TensorProto.INT8,
 }
 DTYPES: dict[int, str] = {int(elem): name for name, elem in ELEM_TYPES.items()}
+_ELEM_NAMES: dict[int, str] = {number: name for name, number in onnx.TensorProto.DataType.items()}
 # Whether inference goes on past a node that its operator refuses, see `inference_goes_on`.
 _GOES_ON: ContextVar[bool] = ContextVar("moe_onnx_inference_goes_on", default=False)
 _KINDS = {
@@ -160,8 +161,7 @@ def tensor_info(proto: onnx.TypeProto) -> TensorInfo:
 
 def elem_name(elem: int) -> str:
     """``FLOAT``; files may also hold numbers that no element type has."""
-    known: dict[int, str] = {number: name for name, number in onnx.TensorProto.DataType.items()}
-    return known.get(elem, f"ELEM_TYPE_{elem}")
+    return _ELEM_NAMES.get(elem, f"ELEM_TYPE_{elem}")
 
 
 def _type_proto(info: TensorInfo) -> onnx.TypeProto:

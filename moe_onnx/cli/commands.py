@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +13,7 @@ from moe_onnx.adapters.cards import card_files
 from moe_onnx.adapters.python_ops import SERVED, UNAVAILABLE
 from moe_onnx.cli.shelf import is_fresh, shelf_files
 from moe_onnx.operators import ALL
+from moe_onnx.validation.findings import write_beside
 from moe_onnx.validation.pages import page_files
 
 _CONSOLE = Console()
@@ -69,9 +69,7 @@ def _write(files: dict[Path, str], fresh: Callable[[Path, str], bool], check: bo
     for path in stale:
         if not check:
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside = path.with_suffix(path.suffix + ".new")
-            beside.write_text(files[path], "utf-8")
-            os.replace(beside, path)
+            write_beside(path, files[path])
         _CONSOLE.print(f"{'stale' if check else 'written'}: {path}")
     if not stale:
         _CONSOLE.print("All files are fresh.")

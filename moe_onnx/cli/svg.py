@@ -5,10 +5,11 @@ A plotting library would be by far the heaviest dependency of this package, for 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+
+from moe_onnx.validation.findings import write_beside
 
 _STYLE = "font-family:system-ui,sans-serif;font-size:12px;fill:#444"
 
@@ -25,7 +26,4 @@ def page(width: int, height: int, left: int, title: str) -> list[str]:
 
 def write(path: Path, parts: Sequence[str]) -> Path:
     """Write a picture of these parts, beside its place first."""
-    beside = path.with_suffix(".new")
-    beside.write_text("\n".join([*parts, "</svg>", ""]), "utf-8")
-    os.replace(beside, path)
-    return path
+    return write_beside(path, "\n".join([*parts, "</svg>", ""]))

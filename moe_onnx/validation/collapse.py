@@ -1,4 +1,4 @@
-"""Many findings of one kind and cause become one."""
+"""Many findings of one kind and cause become one, many names a few."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from moe_onnx.validation.findings import Finding, Outcome
+
+
+def few(names: Iterable[str], most: int = 3) -> str:
+    """``a, b, c and 37 more``."""
+    known = list(names)
+    more = f" and {len(known) - most} more" if len(known) > most else ""
+    return ", ".join(known[:most]) + more
 
 
 def collapsed(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:

@@ -198,11 +198,11 @@ def json_text(data: Mapping[str, Any]) -> str:
     return json.dumps(_finite(data), indent=1, ensure_ascii=False) + "\n"
 
 
-def write_beside(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a text file so that no half-written one ever stands at ``path``."""
+def write_beside(path: str | os.PathLike[str], content: str | bytes) -> Path:
+    """Write a file so that no half-written one ever stands at ``path``."""
     path = Path(path)
     beside = path.with_name(path.name + ".new")
-    beside.write_text(text, "utf-8")
+    beside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
     os.replace(beside, path)
     return path
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
 import onnx
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, helper
@@ -16,6 +17,8 @@ from moe_onnx.errors import ModelFileError, OptionError
 from moe_onnx.spec import TensorInfo
 from moe_onnx.validation.reading import not_text, read_model
 from moe_onnx.validation.types import infer_types
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -125,6 +128,14 @@ class Subject:
     options: Options = field(default_factory=Options)
     errors: tuple[str, ...] = ()
     shared: dict[str, object] = field(default_factory=dict)  # what one check leaves for another
+    _made: dict[Callable[[Subject], Any], Any] = field(default_factory=dict, repr=False)
+
+    def once(self, make: Callable[[Subject], T]) -> T:
+        """What ``make`` gives for this model: made when it is first asked for, and kept."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        found: T = self._made[make]
+        return found
 
     @cached_property
     def scopes(self) -> list[Scope]:

@@ -27,7 +27,8 @@ from moe_onnx.errors import ModelFileError, OptionError
 from moe_onnx.operators import BY_NAME
 from moe_onnx.validation.device.golden_calls import MAKERS, Call
 from moe_onnx.validation.device.golden_data import DTYPES, Array, Draw, Making, Sizes
-from moe_onnx.validation.device.tensor_files import GOLDEN_FORMAT
+from moe_onnx.validation.device.tensor_files import GOLDEN_FORMAT, META
+from moe_onnx.validation.findings import write_beside
 
 GOLDEN_VERSION = 1
 _NOTES = {
@@ -141,7 +142,7 @@ def _entries(op: str, mode: str, call: Call, settings: dict[str, Any]) -> dict[s
         "dtypes": dtypes,
         "notes": [_NOTES[op]] if op in _NOTES else [],
     }
-    entries["meta"] = np.array(json.dumps(meta, indent=1))
+    entries[META] = np.array(json.dumps(meta, indent=1))
     return entries
 
 
@@ -163,10 +164,7 @@ def save_golden(path: str | os.PathLike[str], op: str, **arguments: Any) -> Path
             info = zipfile.ZipInfo(f"{name}.npy", (1980, 1, 1, 0, 0, 0))
             info.create_system = 3
             archive.writestr(info, member.getvalue())
-    beside = path.with_name(path.name + ".new")
-    beside.write_bytes(data.getvalue())
-    os.replace(beside, path)
-    return path
+    return write_beside(path, data.getvalue())
 
 
 def load_golden(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, Any]]:
@@ -178,7 +176,7 @@ def load_golden(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[st
     try:
         with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
             entries = {name: file[name] for name in file.files}
-        meta = json.loads(str(entries.pop("meta")))
+        meta = json.loads(str(entries.pop(META)))
         if meta["format"] != GOLDEN_FORMAT or meta["format_version"] != GOLDEN_VERSION:
             raise ValueError(f"it is of format {meta['format']} {meta['format_version']}")
         for name, dtype in meta["dtypes"].items():

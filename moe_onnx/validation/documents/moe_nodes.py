@@ -108,14 +108,14 @@ def moe_nodes(subject: Subject) -> list[MoeNode]:
     Left out are nodes that the checks of operators refuse (too many inputs, attributes of another
     kind), and in functions those whose attributes are the function's.
     """
-    if "moe_nodes" not in subject.shared:
-        subject.shared["moe_nodes"] = list(_moe_nodes(subject))
-    found = subject.shared["moe_nodes"]
-    assert isinstance(found, list)
-    return found
+    return subject.once(_moe_nodes)
 
 
-def _moe_nodes(subject: Subject) -> Iterator[MoeNode]:
+def _moe_nodes(subject: Subject) -> list[MoeNode]:
+    return list(_each_node(subject))
+
+
+def _each_node(subject: Subject) -> Iterator[MoeNode]:
     for scope, node in subject.nodes():
         if node.domain != DOMAIN or (spec := BY_NAME.get(node.op_type)) is None:
             continue

@@ -60,16 +60,13 @@ class Names:
 
 def names_of(subject: Subject) -> list[Names]:
     """The names of every scope of ``subject.scopes``, found once."""
-    found = subject.shared.get("names")
-    if not isinstance(found, list):
-        found = subject.shared["names"] = _find(subject.scopes)
-    return found
+    return subject.once(_find)
 
 
-def _find(scopes: Sequence[Scope]) -> list[Names]:
+def _find(subject: Subject) -> list[Names]:
     found: list[Names] = []
     by_scope: dict[int, Names] = {}
-    for scope in scopes:
+    for scope in subject.scopes:
         outer = None if scope.outer is None else by_scope[id(scope.outer)]
         names = by_scope[id(scope)] = Names(scope, outer, set(scope.inputs) - {""})
         if scope.graph is not None:

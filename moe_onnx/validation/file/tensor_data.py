@@ -73,13 +73,14 @@ class Held:
 
 def tensors(subject: Subject) -> list[Held]:
     """Every tensor of the model, found once."""
-    found = subject.shared.get("tensors")
-    if not isinstance(found, list):
-        found = subject.shared["tensors"] = list(_tensors(subject))
-    return found
+    return subject.once(_tensors)
 
 
-def _tensors(subject: Subject) -> Iterator[Held]:
+def _tensors(subject: Subject) -> list[Held]:
+    return list(_each_tensor(subject))
+
+
+def _each_tensor(subject: Subject) -> Iterator[Held]:
     for scope in subject.scopes:
         if scope.graph is not None:
             for tensor in scope.graph.initializer:

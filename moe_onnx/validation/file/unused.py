@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from onnx import TensorProto
 
+from moe_onnx.validation.collapse import few
 from moe_onnx.validation.file.names import Names, names_of
 from moe_onnx.validation.file.tensor_data import Held
 from moe_onnx.validation.findings import Outcome
@@ -119,9 +120,8 @@ def _initializers(here: Names, needed: set[str]) -> Iterator[Outcome]:
     unread = [held for held in unread if _is_weight(held)]
     if unread:
         size = sum(held.bytes or 0 for held in unread)
-        shown = ", ".join(repr(held.tensor.name) for held in unread[:3])
-        more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
-        yield UNREAD_INITIALIZER(unread[0].where, found=f"no output depends on {shown}{more}: {size} bytes")
+        shown = few(repr(held.tensor.name) for held in unread)
+        yield UNREAD_INITIALIZER(unread[0].where, found=f"no output depends on {shown}: {size} bytes")
 
 
 def _is_weight(held: Held) -> bool:
@@ -153,5 +153,4 @@ def functions(subject: Subject) -> Iterator[Outcome]:
     called = {(normal_domain(node.domain), node.op_type) for _, node in subject.nodes()}
     idle = [f"'{domain}.{name}'" for domain, name in subject.functions if (domain, name) not in called]
     if idle:
-        more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
-        yield UNUSED_FUNCTION(f"function {idle[0]}", found=f"no node calls {', '.join(idle[:3])}{more}")
+        yield UNUSED_FUNCTION(f"function {idle[0]}", found=f"no node calls {few(idle)}")

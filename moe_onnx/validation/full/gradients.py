@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from moe_onnx.validation.collapse import few
 from moe_onnx.validation.findings import Bars, Finding, Outcome, Skipped
 from moe_onnx.validation.full.claims import LOSS, Claim, claims_of
 from moe_onnx.validation.full.cuts import line
@@ -136,9 +137,9 @@ def _compare(
         title = "Gradients against finite differences: error, of the gradient's norm"
         yield Bars(title, tuple(names), tuple(errors), "", True, TOLERANCE)
     if undecided:
-        yield Skipped(f"every direction changes a decision (a top-k, say), for {_some(undecided)}")
+        yield Skipped(f"every direction changes a decision (a top-k, say), for {few(undecided, 8)}")
     if idle:
-        yield Skipped(f"had no effect on the loss of this batch, with a gradient of 0: {_some(idle)}")
+        yield Skipped(f"had no effect on the loss of this batch, with a gradient of 0: {few(idle, 8)}")
 
 
 def _form(claim: Claim, gradient: Array, value: Array) -> Finding | None:
@@ -188,8 +189,3 @@ def _idle(claim: Claim, gradient: Array) -> Iterable[str]:
         experts = np.flatnonzero(~gradient.any(axis=(1, 2)))
         return [f"{claim.of}[{', '.join(map(str, experts[:8]))}]"] if experts.size else []
     return []
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from onnx import NodeProto, TensorProto
 
-from moe_onnx.validation.collapse import first_few
+from moe_onnx.validation.collapse import few, first_few
 from moe_onnx.validation.findings import Outcome, Skipped
 from moe_onnx.validation.hazards.values import (
     argument,
@@ -122,7 +122,7 @@ def _merged_parameters(subject: Subject) -> Iterator[Outcome]:
             continue  # one use: a node that was fused from those of two modules
         yield MERGED(
             scope.tensor(name),
-            found=f"also used as a parameter of {_some(list(dict.fromkeys(others)))}",
+            found=f"also used as a parameter of {few(dict.fromkeys(others), 4)}",
             expected="one initializer for each parameter",
         )
     if not seen:
@@ -147,7 +147,7 @@ def renamed_parameters(subject: Subject) -> Iterable[Outcome]:
                 lost.append(f"{said} of {_said(module)!r}" if module else said)
     if lost:
         lost = list(dict.fromkeys(lost))
-        yield RENAMED("graph", found=f"{len(lost)} weights go by made-up names: {_some(lost)}")
+        yield RENAMED("graph", found=f"{len(lost)} weights go by made-up names: {few(lost, 4)}")
 
 
 @check("static", LOST_EXPERTS)
@@ -186,7 +186,7 @@ def _experts(subject: Subject) -> Iterator[Outcome]:
         if missing and (has_gap or (width and min(ids) == 0 and width <= max(most, 1 << 12))):
             yield LOST_EXPERTS(
                 f"{layer or 'graph'}",
-                found=f"experts {_some([str(one) for one in missing], 8)} are nowhere, {len(ids)} others are",
+                found=f"experts {few(map(str, missing), 8)} are nowhere, {len(ids)} others are",
                 expected=f"experts 0 to {(width or max(ids) + 1) - 1}"
                 + (f", as the router has {width} rows" if width else ""),
             )
@@ -269,8 +269,3 @@ def _may_be_merged(tensor: TensorProto) -> bool:
         return True
     value = read(tensor)
     return value is not None and value.size > 0 and bool((value == value.reshape(-1)[0]).all())
-
-
-def _some(names: list[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

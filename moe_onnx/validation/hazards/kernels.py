@@ -17,8 +17,8 @@ from moe_onnx.validation.collapse import first_few
 from moe_onnx.validation.findings import Outcome
 from moe_onnx.validation.hazards.values import (
     foreign_nodes,
-    is_own_body,
 )
+from moe_onnx.validation.operators.own_bodies import in_own_body
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Scope, Subject, normal_domain
 from moe_onnx.validation.types import infer_types
@@ -186,7 +186,7 @@ def _inside(
         return
     seen.add((*name, *kinds))
     scope = _bodies(subject)[name]
-    if is_own_body(subject, scope):
+    if in_own_body(subject, scope):
         return
     inner = _types_inside(subject, scope, types, node)
     for one in scope.nodes:

@@ -20,10 +20,10 @@ from moe_onnx.validation.hazards.values import (
     consumers,
     integer,
     is_op,
-    is_own_body,
     read,
     source,
 )
+from moe_onnx.validation.operators.own_bodies import in_own_body
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Scope, Subject
 
@@ -57,7 +57,7 @@ def pads(subject: Subject) -> Iterable[Outcome]:
 def _pads(subject: Subject) -> Iterator[Outcome]:
     marked: dict[int, dict[str, Mark]] = {}
     for scope in subject.scopes:
-        if is_own_body(subject, scope):
+        if in_own_body(subject, scope):
             continue
         outer = marked.get(id(scope.outer), {}) if scope.outer is not None else {}
         marks = marked[id(scope)] = dict(outer)

@@ -146,14 +146,9 @@ def dims(types: dict[str, TensorInfo], name: str) -> list[int | str | None] | No
     return None if info is None or info.shape is None else list(info.shape)
 
 
-def is_own_body(subject: Subject, scope: Scope) -> bool:
-    """Whether a scope is, or is inside, the function body of an ``ascend.moe`` operator as it should be."""
-    return in_own_body(subject, scope)
-
-
 def foreign_nodes(subject: Subject) -> Iterator[tuple[Scope, NodeProto]]:
     """Every node but those of our own function bodies, which are known good."""
     for scope in subject.scopes:
-        if not is_own_body(subject, scope):
+        if not in_own_body(subject, scope):
             for node in scope.nodes:
                 yield scope, node

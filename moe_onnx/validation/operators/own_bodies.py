@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 
 from onnx import AttributeProto, FunctionProto, NodeProto
@@ -16,18 +16,14 @@ from moe_onnx.validation.subject import Scope, Subject, normal_domain
 _FIELDS = ("input", "output", "attribute", "attribute_proto", "node")
 
 
-def own_bodies(subject: Subject) -> set[int]:
+def own_bodies(subject: Subject) -> Collection[int]:
     """``id`` of the functions of a model that are bodies of this package."""
-    found = subject.shared.get("functions that are own bodies")
-    if found is None:
-        found = {id(function) for function in subject.model.functions if is_own_body(function)}
-        # The functions stand here as well: an id means something as long as its object lives.
-        subject.shared["functions that are own bodies"], subject.shared["functions, alive"] = (
-            found,
-            list(subject.model.functions),
-        )
-    assert isinstance(found, set)
-    return found
+    return subject.once(_found)
+
+
+def _found(subject: Subject) -> dict[int, FunctionProto]:
+    # The functions stand here as well: an id means something as long as its object lives.
+    return {id(function): function for function in subject.model.functions if is_own_body(function)}
 
 
 def in_own_body(subject: Subject, scope: Scope) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 from onnx import NodeProto
 
 from moe_onnx.build.manifest import Manifest
+from moe_onnx.validation.collapse import few
 from moe_onnx.validation.findings import Skipped
 from moe_onnx.validation.hazards.equations import unreadable_equation
 from moe_onnx.validation.run.bisection import Bad, first_bad_node
@@ -159,5 +160,4 @@ def first_place(runs: Runs, outputs: list[str], bad: Bad, *, always: bool = True
 
 def listed(names: list[str]) -> str:
     """Names for a message, the first three of them."""
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(repr(name) for name in names[:3]) + rest
+    return few(map(repr, names))

@@ -172,11 +172,11 @@ def scalar(flow: Flow, name: str) -> float | None:
 
 def flow_of(subject: Subject) -> Flow:
     """The flow of the main graph, made once."""
-    if "flow" not in subject.shared:
-        subject.shared["flow"] = Flow(subject.main)
-    flow = subject.shared["flow"]
-    assert isinstance(flow, Flow)
-    return flow
+    return subject.once(_flow)
+
+
+def _flow(subject: Subject) -> Flow:
+    return Flow(subject.main)
 
 
 def is_op(node: NodeProto, names: Collection[str]) -> bool:

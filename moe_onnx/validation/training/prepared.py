@@ -11,6 +11,7 @@ from moe_onnx.build.manifest import METADATA_KEY, GraphInfo, Manifest
 from moe_onnx.build.optimizers import Optimizer, optimizer_from_dict
 from moe_onnx.build.recipe import CONFIGS
 from moe_onnx.errors import ConfigError, ModelError
+from moe_onnx.validation import collapse
 from moe_onnx.validation.findings import Finding, Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
@@ -51,11 +52,7 @@ class Training:
 
 def training_of(subject: Subject) -> Training | str:
     """The training graph's manifest, or why there is none; read once."""
-    if "training" not in subject.shared:
-        subject.shared["training"] = _read(subject)
-    found = subject.shared["training"]
-    assert isinstance(found, (Training, str))
-    return found
+    return subject.once(_read)
 
 
 def manifest_texts(subject: Subject) -> list[str]:
@@ -65,12 +62,12 @@ def manifest_texts(subject: Subject) -> list[str]:
 
 def carried_manifest(subject: Subject) -> Manifest | str | None:
     """The manifest in the model's metadata, or what is wrong with it; None where there is none."""
-    if "manifest" not in subject.shared:
-        texts = manifest_texts(subject)
-        subject.shared["manifest"] = parse(texts[0]) if texts else None
-    found = subject.shared["manifest"]
-    assert found is None or isinstance(found, (Manifest, str))
-    return found
+    return subject.once(_first_manifest)
+
+
+def _first_manifest(subject: Subject) -> Manifest | str | None:
+    texts = manifest_texts(subject)
+    return parse(texts[0]) if texts else None
 
 
 def parse(text: str | bytes) -> Manifest | str:
@@ -101,9 +98,7 @@ def _has_half_characters(text: str | bytes) -> bool:
 
 def few(names: Iterable[str], limit: int = 3) -> str:
     """``'a', 'b', 'c' and 37 more``."""
-    listed = [repr(name) for name in names]
-    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return ", ".join(listed[:limit]) + more
+    return collapse.few(map(repr, names), limit)
 
 
 def tensor_text(kind: tuple[str, tuple[int | str, ...]] | None) -> str:

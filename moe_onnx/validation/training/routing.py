@@ -54,11 +54,7 @@ class Forward:
 
 def forward_of(subject: Subject) -> Forward | str:
     """The layers' routing operators, or why they cannot be looked at; read once."""
-    if "routing" not in subject.shared:
-        subject.shared["routing"] = _read(subject)
-    found = subject.shared["routing"]
-    assert isinstance(found, (Forward, str))
-    return found
+    return subject.once(_read)
 
 
 @check("static", FORWARD)
