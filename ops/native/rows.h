@@ -1,0 +1,58 @@
+// What is done to whole rows, by the widest instructions that this processor has.
+//
+// Results do not depend on which: sums are made element by element in the order given, and a dot product adds up
+// 32 interleaved sums in a fixed tree, whatever the width. No function checks anything or allocates.
+#pragma once
+
+#include <cstddef>
+
+#include "number.h"
+
+namespace moe {
+
+template <typename T>
+struct Rows {
+  // out = sum of `count` rows in order, from +0, rounded once.
+  void (*sum)(T* out, const T* const* rows, std::size_t count, std::size_t width);
+  // out = sum of `count` rows, each times its weight; every product is rounded to the wide type.
+  void (*weighted_sum)(T* out, const T* const* rows, const Wide<T>* weights, std::size_t count, std::size_t width);
+  // out = in * weight
+  void (*scale)(T* out, const T* in, Wide<T> weight, std::size_t width);
+  // sum of a * b
+  Wide<T> (*dot)(const T* a, const T* b, std::size_t width);
+  // Exact widening and one rounding back.
+  void (*widen)(Wide<T>* out, const T* in, std::size_t count);
+  void (*narrow)(T* out, const Wide<T>* in, std::size_t count);
+};
+
+struct RowTable {
+  const char* name;
+  Rows<float> f32;
+  Rows<float16> f16;
+  Rows<bfloat16> bf16;
+  Rows<double> f64;
+  // Copies bytes; past the caches where they are many and will not be read soon.
+  void (*copy)(void* out, const void* in, std::size_t bytes);
+};
+
+extern const RowTable rows_baseline;
+#if defined(__x86_64__) || defined(_M_X64)
+extern const RowTable rows_avx2;
+extern const RowTable rows_avx512;
+#endif
+
+// The table of this processor. The environment variable ASCEND_MOE_VECTORS names another one, for tests.
+const RowTable& row_table();
+
+template <typename T>
+const Rows<T>& rows_of();
+template <>
+inline const Rows<float>& rows_of<float>() { return row_table().f32; }
+template <>
+inline const Rows<float16>& rows_of<float16>() { return row_table().f16; }
+template <>
+inline const Rows<bfloat16>& rows_of<bfloat16>() { return row_table().bf16; }
+template <>
+inline const Rows<double>& rows_of<double>() { return row_table().f64; }
+
+}  // namespace moe

@@ -1,0 +1,207 @@
+// The row functions, compiled once for each instruction set: MOE_ROWS names the table to be defined.
+//
+// Written with the vector extensions of GCC and Clang. Only internal linkage here, see number.h.
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "rows.h"
+
+namespace moe {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kBytes = 32;
+#else
+constexpr int kBytes = 16;
+#endif
+constexpr int kFloats = kBytes / 4;
+
+typedef float Floats __attribute__((vector_size(kBytes)));
+typedef double Doubles __attribute__((vector_size(kBytes)));
+typedef std::uint32_t Words __attribute__((vector_size(kBytes)));
+typedef std::int32_t Signed __attribute__((vector_size(kBytes)));
+typedef std::uint16_t Halves __attribute__((vector_size(kBytes / 2)));
+
+// A vector of the wide type, and how many elements it has.
+template <typename T>
+struct Vector {
+  using type = Floats;
+  static constexpr int size = kFloats;
+};
+template <>
+struct Vector<double> {
+  using type = Doubles;
+  static constexpr int size = kFloats / 2;
+};
+
+inline Floats load(const float* in) {
+  Floats out;
+  std::memcpy(&out, in, sizeof out);
+  return out;
+}
+
+inline Doubles load(const double* in) {
+  Doubles out;
+  std::memcpy(&out, in, sizeof out);
+  return out;
+}
+
+inline Floats load(const bfloat16* in) {
+  Halves bits;
+  std::memcpy(&bits, in, sizeof bits);
+  return (Floats)(__builtin_convertvector(bits, Words) << 16);
+}
+
+inline Floats load(const float16* in) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_maskz_cvtph_ps(__mmask16(-1), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in)));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in)));
+#else
+  Floats out;
+  for (int i = 0; i < kFloats; ++i) out[i] = widen(in[i]);
+  return out;
+#endif
+}
+
+inline void store(float* out, Floats value) { std::memcpy(out, &value, sizeof value); }
+inline void store(double* out, Doubles value) { std::memcpy(out, &value, sizeof value); }
+
+inline void store(bfloat16* out, Floats value) {
+  const Words bits = (Words)value;
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Words nan = (bits >> 16) | 0x40;
+  const Words is_nan = (Words)((Signed)(bits & 0x7fffffff) > (Signed)(Words{} + 0x7f800000));
+  const Halves halves = __builtin_convertvector((nan & is_nan) | (rounded & ~is_nan), Halves);
+  std::memcpy(out, &halves, sizeof halves);
+}
+
+inline void store(float16* out, Floats value) {
+#if defined(__AVX512F__)
+  const __m256i halves = _mm512_maskz_cvtps_ph(__mmask16(-1), (__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  std::memcpy(out, &halves, sizeof halves);
+#elif defined(__AVX2__)
+  const __m128i halves = _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  std::memcpy(out, &halves, sizeof halves);
+#else
+  for (int i = 0; i < kFloats; ++i) narrow(value[i], out[i]);
+#endif
+}
+
+// Elements that are made side by side, so that the sums stay in registers.
+constexpr int kTogether = 4;
+
+// Both sums: `weights` is null for the plain one.
+template <bool weighted, typename T>
+void add_up(T* out, const T* const* rows, const Wide<T>* weights, std::size_t count, std::size_t width) {
+  using V = typename Vector<T>::type;
+  constexpr std::size_t size = Vector<T>::size;
+  constexpr std::size_t step = size * kTogether;
+  std::size_t i = 0;
+  for (; i + step <= width; i += step) {
+    V total[kTogether] = {};
+    for (std::size_t k = 0; k < count; ++k) {
+      for (int j = 0; j < kTogether; ++j) {
+        const V row = load(rows[k] + i + j * size);
+        if constexpr (weighted) {
+          total[j] += row * weights[k];
+        } else {
+          total[j] += row;
+        }
+      }
+    }
+    for (int j = 0; j < kTogether; ++j) store(out + i + j * size, total[j]);
+  }
+  for (; i < width; ++i) {
+    Wide<T> total = 0;
+    for (std::size_t k = 0; k < count; ++k) {
+      if constexpr (weighted) {
+        total += widen(rows[k][i]) * weights[k];
+      } else {
+        total += widen(rows[k][i]);
+      }
+    }
+    narrow(total, out[i]);
+  }
+}
+
+template <typename T>
+void sum(T* out, const T* const* rows, std::size_t count, std::size_t width) {
+  add_up<false, T>(out, rows, nullptr, count, width);
+}
+
+template <typename T>
+void weighted_sum(T* out, const T* const* rows, const Wide<T>* weights, std::size_t count, std::size_t width) {
+  add_up<true, T>(out, rows, weights, count, width);
+}
+
+template <typename T>
+void scale(T* out, const T* in, Wide<T> weight, std::size_t width) {
+  constexpr std::size_t size = Vector<T>::size;
+  std::size_t i = 0;
+  for (; i + size <= width; i += size) store(out + i, load(in + i) * weight);
+  for (; i < width; ++i) narrow(widen(in[i]) * weight, out[i]);
+}
+
+constexpr int kLanes = 32;
+
+template <typename T>
+Wide<T> dot(const T* a, const T* b, std::size_t width) {
+  using V = typename Vector<T>::type;
+  constexpr int size = Vector<T>::size;
+  V total[kLanes / size] = {};
+  std::size_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) {
+    for (int j = 0; j < kLanes / size; ++j) total[j] += load(a + i + j * size) * load(b + i + j * size);
+  }
+  Wide<T> lanes[kLanes];
+  std::memcpy(lanes, total, sizeof lanes);
+  for (int lane = 0; i < width; ++i, ++lane) lanes[lane] += widen(a[i]) * widen(b[i]);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
+}
+
+template <typename T>
+void widen_all(Wide<T>* out, const T* in, std::size_t count) {
+  constexpr std::size_t size = Vector<T>::size;
+  std::size_t i = 0;
+  for (; i + size <= count; i += size) store(out + i, load(in + i));
+  for (; i < count; ++i) out[i] = widen(in[i]);
+}
+
+template <typename T>
+void narrow_all(T* out, const Wide<T>* in, std::size_t count) {
+  constexpr std::size_t size = Vector<T>::size;
+  std::size_t i = 0;
+  for (; i + size <= count; i += size) store(out + i, load(in + i));
+  for (; i < count; ++i) narrow(in[i], out[i]);
+}
+
+void copy(void* out, const void* in, std::size_t bytes) {
+  if (bytes) std::memcpy(out, in, bytes);
+}
+
+template <typename T>
+constexpr Rows<T> rows_for() {
+  return {sum<T>, weighted_sum<T>, scale<T>, dot<T>, widen_all<T>, narrow_all<T>};
+}
+
+}  // namespace
+
+#define MOE_STRING(name) #name
+#define MOE_NAME(name) MOE_STRING(name)
+extern const RowTable MOE_ROWS = {
+    MOE_NAME(MOE_ROWS), rows_for<float>(), rows_for<float16>(), rows_for<bfloat16>(), rows_for<double>(), copy,
+};
+
+}  // namespace moe

@@ -1,0 +1,2 @@
+#define MOE_ROWS rows_avx2
+#include "rows.inl"

@@ -1,0 +1,2 @@
+#define MOE_ROWS rows_avx512
+#include "rows.inl"

@@ -1,0 +1,2 @@
+#define MOE_ROWS rows_baseline
+#include "rows.inl"
