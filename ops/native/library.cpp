@@ -1,5 +1,7 @@
 // The entry point: everything of the domain `ascend.moe`, in one registration.
 
+#include <cstdio>
+
 #include "operator.h"
 
 #ifndef ASCEND_MOE_VERSION
@@ -16,27 +18,36 @@
 #endif
 
 namespace moe {
-#define MOE_OPERATORS(NAME)                                                                                   \
-  NAME(moe_init_routing_v2_grad) NAME(moe_token_unpermute_with_routing_map_grad)
+// One line an operator; its Spec is in ops/<Op>/kernel.cpp.
+#define MOE_OPERATORS(NAME)       \
+  NAME(moe_init_routing_v2_grad) \
+  NAME(moe_token_unpermute_with_routing_map_grad)
 #define MOE_DECLARE(name) extern const Spec name;
 MOE_OPERATORS(MOE_DECLARE)
 #undef MOE_DECLARE
+
+namespace {
+
+// From 1.28 on nodes may leave out optional outputs of custom ops and inputs may be of any type; before, the
+// runtime refuses such operators or ends the process.
+bool is_supported(const char* version) {
+  int major = 0, minor = 0;
+  return std::sscanf(version, "%d.%d", &major, &minor) == 2 && (major > 1 || minor >= 28);
+}
+
+}  // namespace
 }  // namespace moe
 
 MOE_EXPORT moe::OrtStatus* RegisterCustomOps(moe::OrtSessionOptions* options, const moe::OrtApiBase* base) {
   using namespace moe;
-  const OrtApi* api = base->GetApi(kApiVersion);
-  if (api == nullptr) {
+  ort_api = base->GetApi(kApiVersion);
+  if (ort_api == nullptr || !is_supported(base->GetVersionString())) {
     // Every runtime has the first table, whose CreateStatus says what is wrong.
-    const OrtApi* oldest = base->GetApi(1);
-    if (oldest == nullptr) return nullptr;
-    const std::string words = std::string("ascend_moe needs onnxruntime 1.17 or later, this is ") + base->GetVersionString();
-    ort_api = oldest;
-    OrtStatus* status = ort::CreateStatus(ErrorCode::fail, words.c_str());
-    ort_api = nullptr;
-    return status;
+    ort_api = base->GetApi(1);
+    const std::string words = std::string("ascend_moe needs onnxruntime 1.28 or later, this is ") +
+                              base->GetVersionString() + ". Models run there by their function bodies.";
+    return ort_api == nullptr ? nullptr : ort::CreateStatus(ErrorCode::fail, words.c_str());
   }
-  ort_api = api;
 #define MOE_MAKE(name) custom_op(name),
   static OrtCustomOp* const ops[] = {MOE_OPERATORS(MOE_MAKE)};
 #undef MOE_MAKE
