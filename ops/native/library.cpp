@@ -7,8 +7,8 @@
 #ifndef ASCEND_MOE_VERSION
 #define ASCEND_MOE_VERSION "unknown"
 #endif
-#ifndef ASCEND_MOE_DIGEST
-#define ASCEND_MOE_DIGEST "unknown"
+#ifndef ASCEND_MOE_SOURCES
+#define ASCEND_MOE_SOURCES "unknown"
 #endif
 
 #if defined(_WIN32)
@@ -75,6 +75,6 @@ MOE_EXPORT const char* ascend_moe_build(void) {
                                       "unknown compiler"
 #endif
                                       ", vectors: ") +
-                                  moe::row_table().name + ", sources " ASCEND_MOE_DIGEST;
+                                  moe::row_table().name + ", sources " ASCEND_MOE_SOURCES;
   return text.c_str();
 }
