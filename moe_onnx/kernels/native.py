@@ -26,8 +26,8 @@ _NAMES = {"win32": "ascend_moe.dll", "darwin": "libascend_moe.dylib"}
 LIBRARY_NAME = _NAMES.get(sys.platform, "libascend_moe.so")
 
 _HOW_TO_GET_IT = (
-    "Install a C++17 compiler and then moe-onnx again (pip install --force-reinstall --no-deps --no-cache-dir, "
-    "or pip install -e . in a checkout); MOE_ONNX_NATIVE=1 makes pip say why a build fails."
+    "Install a C++17 compiler and then moe-onnx again (pip install --force-reinstall --no-deps "
+    "--no-cache-dir, or pip install -e . in a checkout); MOE_ONNX_NATIVE=1 makes pip say why a build fails."
 )
 
 
@@ -78,7 +78,7 @@ def build_line() -> str:
 
 def _where() -> Path:
     """The file that is asked for, whether it is there or not."""
-    return Path(os.environ.get(OVERRIDE) or Path(__file__).with_name(LIBRARY_NAME)).absolute()
+    return Path(os.path.abspath(os.environ.get(OVERRIDE) or Path(__file__).with_name(LIBRARY_NAME)))
 
 
 def _no_file(path: Path) -> str:
@@ -102,9 +102,5 @@ def _look(path: Path) -> tuple[str, str]:
         function.argtypes, function.restype = (), ctypes.c_char_p
         texts.append((function() or b"").decode("utf-8", "replace"))
     version, build = texts
-    if version != PACKAGE_VERSION:
-        return (
-            f"'{path}' must be of version {PACKAGE_VERSION}, as this moe-onnx is, got {version}. {_HOW_TO_GET_IT}",
-            "",
-        )
-    return "", build
+    wrong = f"'{path}' must be of version {PACKAGE_VERSION}, as this moe-onnx is, got {version}."
+    return ("", build) if version == PACKAGE_VERSION else (f"{wrong} {_HOW_TO_GET_IT}", "")
