@@ -86,8 +86,7 @@ def legalize(model: ModelProto, *, route: str, session: int = 0, body_domain: st
             _check_arity(spec, node)
             given = _check_node(spec, node, types)
             if route == "native":
-                node.name = node.name or node.output[0]  # what an error names
-                graph.node.append(node)
+                graph.node.append(_to_native(spec, node, names))
                 done.native_nodes += 1
                 continue
             dtypes = _dtypes(spec, given)
@@ -310,7 +309,9 @@ def _check_node(spec: OpSpec, node: NodeProto, types: dict[str, TensorInfo]) -> 
         legal, _ = spec.check(infos, _attributes(spec, node))
     except MoeOnnxError as error:
         message = f"{error} (node '{node.name}')"
-        raise type(error)(message, op=spec.name, aclnn_status=error.aclnn_status) from error
+        named = type(error)(message, op=spec.name, aclnn_status=error.aclnn_status)
+        named.node = node.name or None
+        raise named from error
     del node.attribute[:]
     node.attribute.extend(helper.make_attribute(k, v) for k, v in legal.items() if v not in (None, ()))
     return infos + [None] * (len(spec.inputs) - len(infos))
@@ -330,6 +331,13 @@ def _why_not_python(spec: OpSpec, dtypes: list[str]) -> str:
     if dtypes[0] in _SIXTEEN_BIT and spec.copies_without in absent:
         return f"without '{spec.copies_without}' it copies bits, and Casts lose the payload of NaNs"
     return ""
+
+
+def _to_native(spec: OpSpec, node: NodeProto, names: set[str]) -> NodeProto:
+    # onnxruntime lets all outputs of a custom op be blank but the first.
+    node.output[0] = node.output[0] or _fresh(f"{node.name or spec.name}/{spec.outputs[0].name}", names)
+    node.name = node.name or node.output[0]  # what an error names
+    return node
 
 
 def _to_body(spec: OpSpec, node: NodeProto, domain: str) -> None:
