@@ -1,7 +1,8 @@
 """Mixture-of-Experts training graphs in ONNX, run by stock onnxruntime.
 
 Importing the package registers the operators of the domain ``ascend.moe``: their schemas with onnx,
-their Python kernels with onnxruntime-extensions.
+their Python kernels with onnxruntime-extensions. Native kernels are registered by the sessions that use
+them.
 """
 
 from importlib import import_module
