@@ -183,8 +183,10 @@ OrtStatus* infer(const OrtCustomOp* op, OrtShapeInferContext* context) {
     for (std::size_t i = 0; i < std::min(count, given.size()); ++i) {
       OrtTensorTypeAndShapeInfo* info = nullptr;
       ort::check(ort::ShapeInferContext_GetInputTypeShape(context, i, &info));
-      given[i] = read_info(info, true);
-      given[i].ranked = !given[i].shape.empty();  // an unknown shape comes as one without dimensions
+      TensorInfo read = read_info(info, true);
+      if (read.type == Type::undefined) continue;  // an input that the node leaves out
+      read.ranked = !read.shape.empty();           // an unknown shape comes as one without dimensions
+      given[i] = std::move(read);
     }
     Infos made;
     try {
