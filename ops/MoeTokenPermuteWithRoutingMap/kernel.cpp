@@ -33,7 +33,8 @@ Infos shapes(const Infos& inputs, const Attributes& attributes) {
     const Dim cells = tokens.known() && experts.known() ? Dim(tokens.value * experts.value) : Dim();
     axes.bind('N', slots, "attribute 'num_out_tokens'");
     if (padded && slots == 0 && cells.value > 0) {
-      AttributeValueError(kName, ": attribute 'num_out_tokens' must be > 0 with drop_and_pad, got 0. Give E * C, with E = ",
+      AttributeValueError(kName,
+                          ": attribute 'num_out_tokens' must be > 0 with drop_and_pad, got 0. Give E * C, with E = ",
                           experts.value, " and C rows for each expert.");
     }
     if (padded) {
