@@ -35,6 +35,7 @@ from moe_onnx.errors import (
     ShapeError,
     ValidationError,
 )
+from moe_onnx.kernels.native import native_library_path
 from moe_onnx.operators.moe_finalize_routing_v2 import moe_finalize_routing_v2
 from moe_onnx.operators.moe_finalize_routing_v2_grad import moe_finalize_routing_v2_grad
 from moe_onnx.operators.moe_grouped_matmul import moe_grouped_matmul
@@ -117,6 +118,7 @@ __all__ = [
     "moe_token_permute_with_routing_map_grad",
     "moe_token_unpermute_with_routing_map",
     "moe_token_unpermute_with_routing_map_grad",
+    "native_library_path",
     "reference_ops",
     "register",
     "register_gradient",

@@ -7,8 +7,8 @@
 #ifndef ASCEND_MOE_VERSION
 #define ASCEND_MOE_VERSION "unknown"
 #endif
-#ifndef ASCEND_MOE_DIGEST
-#define ASCEND_MOE_DIGEST "unknown"
+#ifndef ASCEND_MOE_SOURCES
+#define ASCEND_MOE_SOURCES "unknown"
 #endif
 
 #if defined(_WIN32)
@@ -20,6 +20,8 @@
 namespace moe {
 // One line an operator; its Spec is in ops/<Op>/kernel.cpp.
 #define MOE_OPERATORS(NAME)       \
+  NAME(moe_grouped_matmul) \
+  NAME(moe_grouped_matmul_weight_grad) \
   NAME(moe_init_routing_v2_grad) \
   NAME(moe_token_unpermute_with_routing_map_grad)
 #define MOE_DECLARE(name) extern const Spec name;
@@ -75,6 +77,6 @@ MOE_EXPORT const char* ascend_moe_build(void) {
                                       "unknown compiler"
 #endif
                                       ", vectors: ") +
-                                  moe::row_table().name + ", sources " ASCEND_MOE_DIGEST;
+                                  moe::row_table().name + ", sources " ASCEND_MOE_SOURCES;
   return text.c_str();
 }

@@ -4,15 +4,25 @@ namespace moe {
 
 namespace {
 
+template <typename Number>
+ort::Attribute attribute(const char* name, AttrType type, Number value) {
+  OrtOpAttr* raw = nullptr;
+  ort::check(ort::CreateOpAttr(name, static_cast<const void*>(&value), 1, type, &raw));
+  return ort::Attribute(raw);
+}
+
 ort::Op make_gemm(const OrtKernelInfo* info, Type type, std::int64_t transpose_a, std::int64_t transpose_b) {
-  OrtOpAttr* raw[2] = {};
-  ort::check(ort::CreateOpAttr("transA", static_cast<const void*>(&transpose_a), 1, AttrType::integer, &raw[0]));
-  const ort::Attribute first(raw[0]);
-  ort::check(ort::CreateOpAttr("transB", static_cast<const void*>(&transpose_b), 1, AttrType::integer, &raw[1]));
-  const ort::Attribute second(raw[1]);
+  // An operator that is invoked has no defaults: every attribute is written out.
+  const ort::Attribute attributes[] = {
+      attribute("alpha", AttrType::real, 1.0f),
+      attribute("beta", AttrType::real, 0.0f),
+      attribute("transA", AttrType::integer, transpose_a),
+      attribute("transB", AttrType::integer, transpose_b),
+  };
+  const OrtOpAttr* raw[] = {attributes[0].get(), attributes[1].get(), attributes[2].get(), attributes[3].get()};
   const char* names[] = {"T"};
   OrtOp* op = nullptr;
-  ort::check(ort::CreateOp(info, "Gemm", "", 13, names, &type, 1, raw, 2, 2, 1, &op));
+  ort::check(ort::CreateOp(info, "Gemm", "", 13, names, &type, 1, raw, 4, 2, 1, &op));
   return ort::Op(op);
 }
 

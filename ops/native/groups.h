@@ -1,0 +1,57 @@
+// What the two grouped products share, as moe_onnx/operators/_groups.py: rows in groups, one group an expert.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "indices.h"
+#include "operator.h"
+
+namespace moe {
+
+inline Attr transpose_weight_attribute() { return switch_attribute("transpose_weight"); }
+
+// Refuses rows where there is no expert that they could be of.
+void check_no_rows_without_groups(const char* op, const Axes& axes);
+
+// First row of each group, and behind them the number of rows; refuses sizes that are not a split of the rows.
+std::vector<std::int64_t> group_starts(const char* op, const std::int32_t* sizes, std::int64_t groups,
+                                       std::int64_t rows);
+
+// A matrix as float32 (float64 for itself): where it lies, or widened into `scratch`, on the session's threads.
+template <typename T>
+const Wide<T>* widened(const Call& call, const T* matrix, std::int64_t elements, std::vector<Wide<T>>& scratch) {
+  if constexpr (std::is_same_v<T, Wide<T>>) {
+    return matrix;
+  } else {
+    if (std::int64_t(scratch.size()) < elements) scratch.resize(std::size_t(elements));
+    Wide<T>* const out = scratch.data();
+    call.parallel(elements, 6, [=](std::int64_t begin, std::int64_t end) {
+      rows_of<T>().widen(out + begin, matrix + begin, std::size_t(end - begin));
+    });
+    return out;
+  }
+}
+
+// Where a product of so many elements is made: in its place, or in `scratch` to be rounded from there.
+template <typename T>
+Wide<T>* wide_place(T* out, std::int64_t elements, std::vector<Wide<T>>& scratch) {
+  if constexpr (std::is_same_v<T, Wide<T>>) {
+    return out;
+  } else {
+    if (std::int64_t(scratch.size()) < elements) scratch.resize(std::size_t(elements));
+    return scratch.data();
+  }
+}
+
+// Rounds what was made elsewhere into its place.
+template <typename T>
+void narrowed(const Call& call, T* out, const Wide<T>* product, std::int64_t elements) {
+  if constexpr (!std::is_same_v<T, Wide<T>>) {
+    call.parallel(elements, 6, [=](std::int64_t begin, std::int64_t end) {
+      rows_of<T>().narrow(out + begin, product + begin, std::size_t(end - begin));
+    });
+  }
+}
+
+}  // namespace moe
