@@ -157,6 +157,23 @@ void set_output(const OrtShapeInferContext* context, std::size_t index, const Te
   ort::check(ort::ShapeInferContext_SetOutputTypeShape(context, index, raw));
 }
 
+// What is refused while shapes are inferred is refused again, in words, by the run: the runtime passes over it here. But
+// it takes the outputs for what the last input of free type is, such as a routing map, and then refuses the node for it.
+void set_types(const Spec& spec, const Infos& given, const OrtShapeInferContext* context) {
+  Type guess = Type::undefined;
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    if (given[i].there && spec.inputs[i].kind != Kind::indices) guess = given[i].type;
+  }
+  for (std::size_t i = 0; i < spec.outputs.size(); ++i) {
+    const Arg& output = spec.outputs[i];
+    const TensorInfo& source = given[std::size_t(output.like)].there ? given[std::size_t(output.like)] : given[0];
+    if (output.kind != Kind::indices && source.there && source.type != guess) {
+      const std::string axes = output.axes;
+      set_output(context, i, TensorInfo(source.type, Dims((axes.substr(0, axes.find(" |")).size() + 1) / 2)));
+    }
+  }
+}
+
 OrtStatus* infer(const OrtCustomOp* op, OrtShapeInferContext* context) {
   return guarded([&] {
     const Spec& spec = spec_of(op);
@@ -169,7 +186,13 @@ OrtStatus* infer(const OrtCustomOp* op, OrtShapeInferContext* context) {
       given[i] = read_info(info, true);
       given[i].ranked = !given[i].shape.empty();  // an unknown shape comes as one without dimensions
     }
-    const Infos made = spec.check(given, attributes_of(spec, context));
+    Infos made;
+    try {
+      made = spec.check(given, attributes_of(spec, context));
+    } catch (const Error&) {
+      set_types(spec, given, context);
+      throw;
+    }
     for (std::size_t i = 0; i < made.size(); ++i) set_output(context, i, made[i]);
   });
 }
