@@ -16,6 +16,9 @@ struct Rows {
   void (*sum)(T* out, const T* const* rows, std::size_t count, std::size_t width);
   // out = sum of `count` rows, each times its weight; every product is rounded to the wide type.
   void (*weighted_sum)(T* out, const T* const* rows, const Wide<T>* weights, std::size_t count, std::size_t width);
+  // The same of rows that have a bias added first; a null bias adds nothing.
+  void (*biased_sum)(T* out, const T* const* rows, const T* const* biases, const Wide<T>* weights, std::size_t count,
+                     std::size_t width);
   // out = in * weight
   void (*scale)(T* out, const T* in, Wide<T> weight, std::size_t width);
   // sum of a * b

@@ -99,9 +99,10 @@ inline void store(float16* out, Floats value) {
 // Elements that are made side by side, so that the sums stay in registers.
 constexpr int kTogether = 4;
 
-// Both sums: `weights` is null for the plain one.
-template <bool weighted, typename T>
-void add_up(T* out, const T* const* rows, const Wide<T>* weights, std::size_t count, std::size_t width) {
+// All sums: `weights` and `biases` are null where they are not asked for.
+template <bool weighted, bool biased, typename T>
+void add_up(T* out, const T* const* rows, const T* const* biases, const Wide<T>* weights, std::size_t count,
+            std::size_t width) {
   using V = typename Vector<T>::type;
   constexpr std::size_t size = Vector<T>::size;
   constexpr std::size_t step = size * kTogether;
@@ -109,12 +110,16 @@ void add_up(T* out, const T* const* rows, const Wide<T>* weights, std::size_t co
   for (; i + step <= width; i += step) {
     V total[kTogether] = {};
     for (std::size_t k = 0; k < count; ++k) {
+      V row[kTogether];
+      for (int j = 0; j < kTogether; ++j) row[j] = load(rows[k] + i + j * size);
+      if (biased && biases[k] != nullptr) {
+        for (int j = 0; j < kTogether; ++j) row[j] += load(biases[k] + i + j * size);
+      }
       for (int j = 0; j < kTogether; ++j) {
-        const V row = load(rows[k] + i + j * size);
         if constexpr (weighted) {
-          total[j] += row * weights[k];
+          total[j] += row[j] * weights[k];
         } else {
-          total[j] += row;
+          total[j] += row[j];
         }
       }
     }
@@ -123,11 +128,10 @@ void add_up(T* out, const T* const* rows, const Wide<T>* weights, std::size_t co
   for (; i < width; ++i) {
     Wide<T> total = 0;
     for (std::size_t k = 0; k < count; ++k) {
-      if constexpr (weighted) {
-        total += widen(rows[k][i]) * weights[k];
-      } else {
-        total += widen(rows[k][i]);
-      }
+      Wide<T> row = widen(rows[k][i]);
+      if (biased && biases[k] != nullptr) row += widen(biases[k][i]);
+      if constexpr (weighted) row *= weights[k];
+      total += row;
     }
     narrow(total, out[i]);
   }
@@ -135,12 +139,18 @@ void add_up(T* out, const T* const* rows, const Wide<T>* weights, std::size_t co
 
 template <typename T>
 void sum(T* out, const T* const* rows, std::size_t count, std::size_t width) {
-  add_up<false, T>(out, rows, nullptr, count, width);
+  add_up<false, false, T>(out, rows, nullptr, nullptr, count, width);
 }
 
 template <typename T>
 void weighted_sum(T* out, const T* const* rows, const Wide<T>* weights, std::size_t count, std::size_t width) {
-  add_up<true, T>(out, rows, weights, count, width);
+  add_up<true, false, T>(out, rows, nullptr, weights, count, width);
+}
+
+template <typename T>
+void biased_sum(T* out, const T* const* rows, const T* const* biases, const Wide<T>* weights, std::size_t count,
+                std::size_t width) {
+  add_up<true, true, T>(out, rows, biases, weights, count, width);
 }
 
 template <typename T>
@@ -193,7 +203,7 @@ void copy(void* out, const void* in, std::size_t bytes) {
 
 template <typename T>
 constexpr Rows<T> rows_for() {
-  return {sum<T>, weighted_sum<T>, scale<T>, dot<T>, widen_all<T>, narrow_all<T>};
+  return {sum<T>, weighted_sum<T>, biased_sum<T>, scale<T>, dot<T>, widen_all<T>, narrow_all<T>};
 }
 
 }  // namespace

@@ -143,7 +143,16 @@ void run_case(Reader& in, Writer& out, const std::vector<size_t>& threads) {
   out.text(words(op->InferOutputShapeFn(op, &known)));
   out.number(int64_t(known.outputs.size()));
   for (const auto& output : known.outputs) out.info(output);
-  // Types do not depend on sizes: where sizes are wrong, these are still known, and the kernel is run.
+  // As in a model whose sizes are not known: wherever inference stops, the kernel is run. What it does not set is of
+  // the type of the last input that may be of any.
+  Type guess = Type::undefined;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (inputs[i] && op->GetInputType(op, i) == Type::undefined) guess = inputs[i]->info.type;
+  }
+  for (size_t i = 0; i < types.outputs.size(); ++i) {
+    const Type type = op->GetOutputType(op, i);
+    types.outputs[i].type = type == Type::undefined ? guess : type;
+  }
   words(op->InferOutputShapeFn(op, &types));
 
   void* kernel = nullptr;
