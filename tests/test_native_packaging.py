@@ -38,8 +38,9 @@ def compiler() -> list[str]:
 
 def source_digest() -> str:
     """What CMakeLists.txt computes of the sources."""
-    patterns = ("native/*.cpp", "native/*.h", "native/*.inl", "native/CMakeLists.txt", "*/kernel.cpp")
-    files = {path.relative_to(OPS).as_posix(): path for pattern in patterns for path in OPS.glob(pattern)}
+    shared = [f"native/{name}" for name in ("*.cpp", "*.h", "*.inl", "*.map", "CMakeLists.txt")]
+    paths = [path for pattern in (*shared, "*/kernel.cpp") for path in OPS.glob(pattern)]
+    files = {path.relative_to(OPS).as_posix(): path for path in paths}
     lines = [f"{name} {hashlib.sha256(files[name].read_bytes()).hexdigest()}\n" for name in sorted(files)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -78,6 +79,18 @@ def test_the_library_is_of_this_version_and_of_these_sources(plain: pytest.Monke
     library.ascend_moe_version.restype = ctypes.c_char_p
     assert library.ascend_moe_version().decode() == moe_onnx.__version__
     assert source_digest() in native.build_line(), "the library is of other sources: pip install -e ."
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other linkers, other tools")
+def test_nothing_else_is_exported(plain: pytest.MonkeyPatch) -> None:
+    """Templates of the standard library, say, which would be mixed with those of other libraries."""
+    if native.unavailable() or not shutil.which("nm"):
+        assert not compiler()
+        return
+    run = ["nm", "-D", "--defined-only", "--format=posix", native.native_library_path()]
+    lines = subprocess.run(run, check=True, capture_output=True, text=True).stdout.splitlines()
+    names = {line.split()[0] for line in lines}
+    assert names == {"RegisterCustomOps", "ascend_moe_version", "ascend_moe_build"}
 
 
 def test_no_file(plain: pytest.MonkeyPatch, tmp_path: Path) -> None:
