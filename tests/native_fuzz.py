@@ -91,9 +91,8 @@ def difference(case: Case, index: int, want: Any, got: Any) -> str:
         return f"{name}: {got.dtype}{list(got.shape)} for {want.dtype}{list(want.shape)}"
     if got.tobytes() == want.tobytes():
         return ""
-    wrong = got.reshape(-1).view(f"u{got.itemsize}") != want.reshape(-1).view(f"u{want.itemsize}")
+    wrong = _wrong(got, want)
     a, b = got.reshape(-1).astype(np.float64), want.reshape(-1).astype(np.float64)
-    wrong &= ~(np.isnan(a) & np.isnan(b))
     if (case.op, index) in DOTS:
         wrong &= ~_within_bound(case, index, want, a, b)
     if not wrong.any():
@@ -101,6 +100,13 @@ def difference(case: Case, index: int, want: Any, got: Any) -> str:
     at = int(wrong.argmax())
     where = [int(i) for i in np.unravel_index(at, want.shape)]
     return f"{name}{where}: {a[at]!r} for {b[at]!r}, {int(wrong.sum())} of {wrong.size} wrong"
+
+
+def _wrong(got: Any, want: Any) -> Any:
+    """Where bits differ; which NaN it is does not matter."""
+    differ = got.reshape(-1).view(f"u{got.itemsize}") != want.reshape(-1).view(f"u{want.itemsize}")
+    with np.errstate(all="ignore"):
+        return differ & ~(np.isnan(got.reshape(-1)) & np.isnan(want.reshape(-1)))
 
 
 def _within_bound(case: Case, index: int, want: Any, a: Any, b: Any) -> Any:
@@ -203,24 +209,40 @@ def driver_problems(
 ) -> list[tuple[Case, str]]:
     """What the driver gets wrong, by every vector table."""
     cases, found = [case for case, _ in made], []
-    before: list[Result] = []
+    before: dict[int, Result] = {}
     for table in tables:
-        try:
-            results = run(driver, cases, threads, table)
-        except Stopped as stopped:
-            results, words = stopped.args
-            last = cases[min(len(results), len(cases) - 1)]
-            words = "\n".join([*words.splitlines()[:30], *words.splitlines()[30:][-1:]])
-            return [(last, f"the driver stopped ({table}), {words}")]
-        for (case, want), result in zip(made, results, strict=True):
-            if text := problem(case, want, result):
-                found.append((case, f"{text} ({table})"))
-        for case, one, other in zip(cases, before, results, strict=False):
-            pairs = zip(one.outputs, other.outputs, strict=False)
-            if any(a is not None and b is not None and a.tobytes() != b.tobytes() for a, b in pairs):
-                found.append((case, f"other bits by the vectors {table} than by {tables[0]}"))
+        results = _results(driver, cases, threads, table, found)
+        for case, want in made:
+            if (result := results.get(case.number)) and (text := problem(case, want, result)):
+                found.append((case, f"{text} ({table or 'best vectors'})"))
+            elif result and (other := before.get(case.number)) and not _same(result, other):
+                found.append((case, f"other bits by the vectors {table or 'best'} than by {tables[0]}"))
         before = before or results
     return found
+
+
+def _results(
+    driver: Path, cases: list[Case], threads: tuple[int, ...], table: str, found: list[tuple[Case, str]]
+) -> dict[int, Result]:
+    """Results by the cases' numbers. A call that ends the driver is one of the problems ``found``."""
+    results: dict[int, Result] = {}
+    while cases:
+        try:
+            made, stop = run(driver, cases, threads, table), ""
+        except Stopped as stopped:
+            made, stop = stopped.args
+        results |= {case.number: result for case, result in zip(cases, made, strict=False)}
+        if stop:
+            lines = stop.splitlines()
+            text = "\n".join([*lines[:30], *lines[30:][-1:]])
+            found.append((cases[min(len(made), len(cases) - 1)], f"the driver stopped ({table or 'best'}): {text}"))
+        cases = cases[len(made) + 1 :]
+    return results
+
+
+def _same(one: Result, other: Result) -> bool:
+    pairs = zip(one.outputs, other.outputs, strict=False)
+    return not any(_wrong(a, b).any() for a, b in pairs if a is not None and b is not None)
 
 
 def fuzz(find: Callable[[list[Any]], list[tuple[Case, str]]], options: argparse.Namespace) -> int:

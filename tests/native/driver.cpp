@@ -153,7 +153,11 @@ void run_case(Reader& in, Writer& out, const std::vector<size_t>& threads) {
     const Type type = op->GetOutputType(op, i);
     types.outputs[i].type = type == Type::undefined ? guess : type;
   }
+  const std::vector<OrtTensorTypeAndShapeInfo> guessed = types.outputs;
   words(op->InferOutputShapeFn(op, &types));
+  for (size_t i = 0; i < guessed.size(); ++i) {
+    if (types.outputs[i].type == Type::undefined) types.outputs[i].type = guessed[i].type;
+  }
 
   void* kernel = nullptr;
   std::string text = words(op->CreateKernelV2(op, nullptr, &node, &kernel));

@@ -254,19 +254,31 @@ inline OrtStatus* ReadOpAttr(const OrtOpAttr* attribute, AttrType type, void* da
 }
 
 inline OrtStatus* CreateOpAttr(const char* name, const void* data, int size, AttrType type, OrtOpAttr** out) {
-  if (type != AttrType::integer || size != 1) return fail("only integers");
-  int64_t value;
-  std::memcpy(&value, data, sizeof value);
+  int64_t value = 0;
+  float real = 0;
+  if (size != 1 || (type != AttrType::integer && type != AttrType::real)) return fail("only single numbers");
+  if (type == AttrType::integer) {
+    std::memcpy(&value, data, sizeof value);
+  } else {
+    std::memcpy(&real, data, sizeof real);
+    value = int64_t(real);
+  }
   *out = new OrtOpAttr{false, {value}, name};
   return nullptr;
 }
 inline void ReleaseOpAttr(OrtOpAttr* attribute) { delete attribute; }
 inline OrtStatus* CreateOp(const OrtKernelInfo*, const char* name, const char*, int, const char**, const Type* types, int,
                     const OrtOpAttr* const* attributes, int count, int, int, OrtOp** out) {
-  if (std::strcmp(name, "Gemm") != 0 && std::strcmp(name, "MatMul") != 0) return fail("no such operator");
+  if (std::strcmp(name, "Gemm") != 0) return fail("no such operator");
   auto op = std::make_unique<OrtOp>();
   op->type = types[0];
-  for (int i = 0; i < count; ++i) op->transpose[attributes[i]->name == "transB"] = attributes[i]->values[0] != 0;
+  for (int i = 0; i < count; ++i) {
+    const std::string& attribute = attributes[i]->name;
+    const int64_t value = attributes[i]->values[0];
+    if (attribute == "transA") op->transpose[0] = value != 0;
+    if (attribute == "transB") op->transpose[1] = value != 0;
+    if (attribute == "alpha" && value != 1) return fail("alpha must be 1");
+  }
   *out = op.release();
   return nullptr;
 }
