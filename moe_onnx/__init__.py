@@ -1,7 +1,8 @@
 """Mixture-of-Experts training graphs in ONNX, run by stock onnxruntime.
 
 Importing the package registers the operators of the domain ``ascend.moe``: their schemas with onnx,
-their Python kernels with onnxruntime-extensions.
+their Python kernels with onnxruntime-extensions. Native kernels are registered by the sessions that use
+them.
 """
 
 from importlib import import_module
@@ -54,7 +55,7 @@ from moe_onnx.operators.moe_token_unpermute_with_routing_map_grad import (
 )
 from moe_onnx.rewrite.legalize import add_function_bodies
 from moe_onnx.runtime.data import TokenDataset
-from moe_onnx.runtime.register import register, register_the_library_once
+from moe_onnx.runtime.register import register, register_each_once
 from moe_onnx.runtime.session import InferenceSession
 from moe_onnx.spec import PACKAGE_VERSION
 
@@ -129,7 +130,7 @@ __all__ = [
 
 _register_schemas()
 _register_python_ops()
-register_the_library_once()
+register_each_once()
 
 # What needs onnx-ir, which takes as long to import as everything else: on first use.
 _ON_FIRST_USE = {

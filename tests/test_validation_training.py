@@ -110,7 +110,7 @@ def test_a_graph_that_was_differentiated_again_is_clean() -> None:
 
 
 def test_a_legalized_graph_is_clean() -> None:
-    for route in ("python", "body"):
+    for route in ("native", "python", "body"):
         assert not findings(moe_onnx.validate(legalize(layer_step(), route=route).model)), route
 
 

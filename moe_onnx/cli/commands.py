@@ -39,10 +39,11 @@ def show_info() -> None:
             _CONSOLE.print(f"{package:24} not installed")
     _show_routes()
     _CONSOLE.print("\nRoutes of each operator, and the float types they take:")
-    table = Table("numpy", "python op", "function body", "operator")
+    table = Table("numpy", "native", "python op", "function body", "operator")
+    compiled = "unavailable" if native.unavailable() else "all"
     for spec in ALL:
         python = "-" if spec.name not in SERVED else "unavailable" if UNAVAILABLE else "fp32, fp64"
-        table.add_row("all", python, "all", spec.name)
+        table.add_row("all", compiled, python, "all", spec.name)
     _CONSOLE.print(table)
 
 

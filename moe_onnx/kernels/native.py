@@ -52,11 +52,23 @@ def native_library_path() -> str:
 
 def unavailable() -> str:
     """Why the native kernels cannot be used, and what to do; an empty text if they can."""
-    switch = os.environ.get(SWITCH, "")
-    if switch.lower() in _OFF:
-        return f"they are switched off by the environment variable {SWITCH}={switch}. Unset it."
+    if is_switched_off():
+        return f"they are switched off by the environment variable {SWITCH}={os.environ[SWITCH]}. Unset it."
     path = _where()
     return _look(path)[0] if path.is_file() else _no_file(path)
+
+
+def is_switched_off() -> bool:
+    """Whether it is the user's wish that there are no native kernels."""
+    return os.environ.get(SWITCH, "").lower() in _OFF
+
+
+def is_native_library(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is the library of native kernels, of whatever version and wherever it is."""
+    try:
+        return hasattr(ctypes.CDLL(os.fspath(path)), "ascend_moe_version")
+    except OSError:
+        return False
 
 
 def build_line() -> str:
