@@ -1,4 +1,4 @@
-"""Calls of native kernels in the runtime that ``native/driver.cpp`` makes up: what is written, what is read."""
+"""Calls of native kernels in the runtime that ``native/driver.cpp`` makes up: written, made, read."""
 
 from __future__ import annotations
 
@@ -145,7 +145,8 @@ def _read(data: bytes) -> list[Result]:
         try:
             inferred_error = text().decode()
             inferred = [info() for _ in range(number())]
-            results.append(Result(inferred_error, inferred, text().decode(), [output() for _ in range(number())]))
+            error, outputs = text().decode(), [output() for _ in range(number())]
+            results.append(Result(inferred_error, inferred, error, outputs))
         except (struct.error, ValueError):  # the last one, cut off
             break
     return results

@@ -1,10 +1,11 @@
 """The native kernels against the numpy reference, on random calls.
 
-    python tests/native_fuzz.py --driver DRIVER --seconds 60      in the made-up runtime, see native/driver.cpp
+    python tests/native_fuzz.py --driver DRIVER --seconds 60      in a made-up runtime, see native/driver.cpp
     python tests/native_fuzz.py --library libascend_moe.so        in sessions of onnxruntime
 
-Equal bits where the contract promises them, dot products within its bound; errors in the same words; inferred
-shapes as the Python spec infers them; with a driver also the same at 1, 2 and 3 threads and by every vector table.
+Equal bits where the contract promises them, dot products within its bound; errors in the same words. With a
+driver also inferred shapes as the Python spec has them, and the same at 1, 2 and 3 threads and by every table of
+vectors.
 ``--seed S --first N --count 1`` makes case N of seed S again.
 """
 
@@ -20,157 +21,38 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-from native_cases import MAKERS, make_case
+from native_cases import MAKERS
+from native_compare import difference, expected, problem, wrong_bits
+from native_damage import make_case
 from native_driver import Case, Result, Stopped, run
 
-from moe_onnx.adapters.reference_evaluator import absent_output
-from moe_onnx.errors import MoeOnnxError
 from moe_onnx.operators import BY_NAME
-from moe_onnx.spec import TensorInfo
-
-# Outputs that are sums without a promised order, and the axis letter that is summed over.
-DOTS = {
-    ("MoeTokenUnpermuteWithRoutingMapGrad", 1): lambda inputs: inputs[0].shape[1],
-    ("MoeFinalizeRoutingV2Grad", 1): lambda inputs: inputs[0].shape[1],
-    ("MoeGroupedMatmul", 0): lambda inputs: inputs[0].shape[1],
-    ("MoeGroupedMatmulWeightGrad", 0): lambda inputs: len(inputs[0]),
-}
-LARGE = 2_000_000  # elements or rows: nothing that is larger is run
-
-
-def text_of(error: MoeOnnxError) -> str:
-    """What the native status says of an error."""
-    return f"{type(error).__name__} (aclnn {error.aclnn_status}): {error}"
-
-
-def expected(case: Case) -> tuple[str, list[Any]] | None:
-    """The error's text or the outputs; None for a call that is too large to be made."""
-    spec = BY_NAME[case.op]
-    try:
-        # A session reads attributes when it is made, before there is any input.
-        spec.check_attributes(case.attributes)
-        infos = [None if a is None else TensorInfo(a.dtype.name, a.shape) for a in case.inputs]
-        _, shapes = spec.check(infos, case.attributes)
-        sizes = [size for info in shapes if info is not None for size in info.shape or () if isinstance(size, int)]
-        if any(size > LARGE for size in [*sizes, *map(_elements, shapes)]):
-            return None
-        made = spec.reference(*case.inputs, **case.attributes)
-    except MoeOnnxError as error:
-        return text_of(error), []
-    outputs = made if isinstance(made, tuple) else (made,)
-    inputs = tuple(case.inputs)
-    return "", [absent_output(spec, i, inputs) if value is None else value for i, value in enumerate(outputs)]
-
-
-def _elements(info: TensorInfo | None) -> int:
-    shape = () if info is None or info.shape is None else info.shape
-    return int(np.prod([size for size in shape if isinstance(size, int)], dtype=object))
-
-
-def inferred(case: Case) -> tuple[str, list[TensorInfo | None]]:
-    """What the Python spec infers from what is known; a scalar looks to a runtime like an unknown shape."""
-    spec = BY_NAME[case.op]
-    infos: list[TensorInfo | None] = []
-    for value, known in zip(case.inputs, case.known, strict=True):
-        infos.append(TensorInfo("", None) if value is None else TensorInfo(value.dtype.name, known or None))
-    while infos and case.inputs[len(infos) - 1] is None:
-        infos.pop()
-    try:
-        spec.check_attributes(case.attributes)
-        return "", spec.check(infos, case.attributes)[1]
-    except MoeOnnxError as error:
-        return text_of(error), []
-
-
-def difference(case: Case, index: int, want: Any, got: Any) -> str:
-    """What is wrong with an output, empty if it is right."""
-    name = BY_NAME[case.op].outputs[index].name
-    if (got.dtype, got.shape) != (want.dtype, want.shape):
-        return f"{name}: {got.dtype}{list(got.shape)} for {want.dtype}{list(want.shape)}"
-    if got.tobytes() == want.tobytes():
-        return ""
-    wrong = _wrong(got, want)
-    a, b = got.reshape(-1).astype(np.float64), want.reshape(-1).astype(np.float64)
-    if (case.op, index) in DOTS:
-        wrong &= ~_within_bound(case, index, want, a, b)
-    if not wrong.any():
-        return ""
-    at = int(wrong.argmax())
-    where = [int(i) for i in np.unravel_index(at, want.shape)]
-    return f"{name}{where}: {a[at]!r} for {b[at]!r}, {int(wrong.sum())} of {wrong.size} wrong"
-
-
-def _wrong(got: Any, want: Any) -> Any:
-    """Where bits differ; which NaN it is does not matter."""
-    differ = got.reshape(-1).view(f"u{got.itemsize}") != want.reshape(-1).view(f"u{want.itemsize}")
-    with np.errstate(all="ignore"):
-        return differ & ~(np.isnan(got.reshape(-1)) & np.isnan(want.reshape(-1)))
-
-
-def _within_bound(case: Case, index: int, want: Any, a: Any, b: Any) -> Any:
-    # The sum of the products' magnitudes is what the reference makes of magnitudes.
-    spec = BY_NAME[case.op]
-    is_float = [x is not None and "float" in x.dtype.name for x in case.inputs]
-    inputs = [np.abs(x.astype(np.float64)) if f else x for x, f in zip(case.inputs, is_float, strict=True)]
-    magnitudes = spec.reference(*inputs, **case.attributes)
-    magnitudes = (magnitudes if isinstance(magnitudes, tuple) else (magnitudes,))[index].reshape(-1)
-    wide = 2.0**-52 if case.inputs[0].dtype == np.float64 else 2.0**-23
-    info = ml_dtypes.finfo(want.dtype)
-    most = min(float(info.max), float(np.finfo(np.float32 if wide > 1e-10 else np.float64).max))
-    with np.errstate(all="ignore"):
-        # Both have the bound's error, and each rounds once more; a product may be lost below the smallest number.
-        terms = DOTS[case.op, index](case.inputs)
-        bound = 2 * terms * (wide * magnitudes + 1e-44) + float(info.eps) * np.abs(b) + 2 * float(info.tiny)
-        # Where a partial sum may overflow, the order decides between infinity, NaN and a number.
-        return (np.abs(a - b) <= bound) | ~(magnitudes < 0.4 * most)
-
-
-def problem(case: Case, want: tuple[str, list[Any]], result: Result) -> str:
-    """What is wrong with a result, empty if nothing is."""
-    error, infos = inferred(case)
-    if error != result.inferred_error:
-        return f"inferred: {result.inferred_error!r}\n      for: {error!r}"
-    for at, (info, found) in enumerate(zip(infos, result.inferred, strict=False)):
-        if info is None:
-            continue
-        shape = tuple(size if isinstance(size, int) else -1 for size in info.shape or ())
-        if (info.dtype, shape) != found and not error:
-            return f"inferred output {at}: {found} for {(info.dtype, shape)}"
-    if want[0] != result.error:
-        return f"says {result.error!r}\n for {want[0]!r}"
-    for at, (wanted, value) in enumerate(zip(case.wanted, want[1], strict=False)):
-        found = result.outputs[at] if at < len(result.outputs) else None
-        if wanted != (found is not None):
-            return f"output {at} {'is missing' if wanted else 'was not asked for'}"
-        if wanted and (text := difference(case, at, value, found)):
-            return text
-    return ""
 
 
 def session_result(library: str, case: Case, threads: int = 1) -> str | list[Any] | None:
-    """The outputs in a session of onnxruntime, or what it says; None where it refuses before the library can."""
-    import onnxruntime as ort
+    """The outputs in a session of onnxruntime, or what it says; None where it refuses before the library."""
     from routes import make_model
 
     from moe_onnx.runtime.ort_values import to_numpy, to_ort_value
 
-    spec = BY_NAME[case.op]
-    missing = any(v is None and not a.optional for a, v in zip(spec.inputs, case.inputs, strict=True))
-    indices = [(a.dtypes, v) for a, v in zip(spec.inputs, case.inputs, strict=True) if v is not None]
-    if missing or any(dtypes == ("int32",) and value.dtype != np.int32 for dtypes, value in indices):
-        return None
+    given = []
+    for arg, value in zip(BY_NAME[case.op].inputs, case.inputs, strict=True):
+        if value is None and not arg.optional:
+            return None
+        if value is not None:
+            given.append((arg.name, value))
+            if arg.dtypes == ("int32",) and value.dtype != np.int32:
+                return None
+    attributes = {name: value for name, value in case.attributes.items() if value != []}  # as ONNX has it
+    model = make_model(case.op, case.inputs, attributes).SerializeToString()
     try:
-        session = _session(library, make_model(case.op, case.inputs, case.attributes).SerializeToString(), threads)
-        feeds = {a.name: to_ort_value(v) for a, v in zip(spec.inputs, case.inputs, strict=True) if v is not None}
-        return [to_numpy(value) for value in session.run_with_ort_values(None, feeds)]
-    except (ort.capi.onnxruntime_pybind11_state.Fail, ValueError, RuntimeError) as error:
-        return str(error)
+        feeds = {name: to_ort_value(value) for name, value in given}
+        return [to_numpy(v) for v in _session(library, model, threads).run_with_ort_values(None, feeds)]
     except Exception as error:
-        if type(error).__module__.startswith("onnxruntime"):
-            return str(error)
-        raise
+        if not type(error).__module__.startswith("onnxruntime"):
+            raise
+        return str(error)
 
 
 @functools.lru_cache(maxsize=64)
@@ -192,8 +74,8 @@ def session_problem(library: str, case: Case, want: tuple[str, list[Any]], threa
     if isinstance(found, str) or want[0]:
         agree = isinstance(found, str) and want[0] and want[0] in found
         return "" if agree else f"says {found!r}\n for {want[0]!r}"
-    texts = [difference(case, at, value, got) for at, (value, got) in enumerate(zip(want[1], found, strict=True))]
-    return "; ".join(filter(None, texts))
+    pairs = enumerate(zip(want[1], found, strict=True))
+    return "; ".join(filter(None, (difference(case, at, value, got) for at, (value, got) in pairs)))
 
 
 def made_cases(seed: int, first: int, count: int, ops: list[str]) -> list[tuple[Case, tuple[str, list[Any]]]]:
@@ -235,14 +117,15 @@ def _results(
         if stop:
             lines = stop.splitlines()
             text = "\n".join([*lines[:30], *lines[30:][-1:]])
-            found.append((cases[min(len(made), len(cases) - 1)], f"the driver stopped ({table or 'best'}): {text}"))
+            last = cases[min(len(made), len(cases) - 1)]
+            found.append((last, f"the driver stopped ({table or 'best vectors'}): {text}"))
         cases = cases[len(made) + 1 :]
     return results
 
 
 def _same(one: Result, other: Result) -> bool:
     pairs = zip(one.outputs, other.outputs, strict=False)
-    return not any(_wrong(a, b).any() for a, b in pairs if a is not None and b is not None)
+    return not any(wrong_bits(a, b).any() for a, b in pairs if a is not None and b is not None)
 
 
 def fuzz(find: Callable[[list[Any]], list[tuple[Case, str]]], options: argparse.Namespace) -> int:
@@ -275,11 +158,16 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=0, help="so many cases, all until the time is up")
     parser.add_argument("--batch", type=int, default=200, help="cases in one process of the driver")
     parser.add_argument("--operators", type=lambda text: text.split(","), default=list(MAKERS))
-    parser.add_argument("--vectors", type=lambda text: tuple(text.split(",")), default=("baseline", "avx2", ""))
-    parser.add_argument("--threads", type=lambda text: tuple(map(int, text.split(","))), default=(1, 2, 3))
+    parser.add_argument("--vectors", default="baseline,avx2,", help="tables; an empty name is the best one")
+    parser.add_argument("--threads", default="1,2,3")
     options = parser.parse_args()
     if options.driver:
-        return fuzz(lambda made: driver_problems(options.driver, made, options.vectors, options.threads), options)
+        tables, threads = tuple(options.vectors.split(",")), tuple(map(int, options.threads.split(",")))
+        return fuzz(lambda made: driver_problems(options.driver, made, tables, threads), options)
+
+    import onnxruntime
+
+    print(f"onnxruntime {onnxruntime.__version__} in {Path(onnxruntime.__file__).parent}")
 
     def by_session(made: list[Any]) -> list[tuple[Case, str]]:
         texts = [(case, session_problem(options.library, case, want)) for case, want in made]
