@@ -4,8 +4,8 @@
     python tests/native_fuzz.py --library libascend_moe.so        in sessions of onnxruntime
 
 Equal bits where the contract promises them, dot products within its bound; errors in the same words. With a
-driver also inferred shapes as the Python spec has them, and the same at 1, 2 and 3 threads and by every table of
-vectors.
+driver also inferred shapes as the Python spec has them, and the same at any number of threads and by every
+table of vectors.
 ``--seed S --first N --count 1`` makes case N of seed S again.
 """
 

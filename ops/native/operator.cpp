@@ -191,8 +191,10 @@ OrtStatus* infer(const OrtCustomOp* op, OrtShapeInferContext* context) {
     for (std::size_t i = 0; i < std::min(count, given.size()); ++i) {
       OrtTensorTypeAndShapeInfo* info = nullptr;
       ort::check(ort::ShapeInferContext_GetInputTypeShape(context, i, &info));
-      given[i] = read_info(info, true);
-      given[i].ranked = !given[i].shape.empty();  // an unknown shape comes as one without dimensions
+      TensorInfo found = read_info(info, true);
+      if (found.type == Type::undefined) continue;  // an absent input before one that is there
+      found.ranked = !found.shape.empty();          // an unknown shape comes as one without dimensions
+      given[i] = std::move(found);
     }
     Infos made;
     try {
