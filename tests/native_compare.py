@@ -34,8 +34,7 @@ def expected(case: Case) -> tuple[str, list[Any]] | None:
     spec = BY_NAME[case.op]
     infos = [None if a is None else TensorInfo(a.dtype.name, a.shape) for a in case.inputs]
     try:
-        # A session reads attributes when it is made, before there is any input.
-        spec.check_attributes(case.attributes)
+        _check_numbers(case)
         with contextlib.suppress(MoeOnnxError):  # the reference, which knows values, may say more
             if any(_largest(info) > LARGE for info in spec.check(infos, case.attributes)[1]):
                 return None
@@ -45,6 +44,12 @@ def expected(case: Case) -> tuple[str, list[Any]] | None:
     outputs = made if isinstance(made, tuple) else (made,)
     inputs = tuple(case.inputs)
     return "", [absent_output(spec, i, inputs) if value is None else value for i, value in enumerate(outputs)]
+
+
+def _check_numbers(case: Case) -> None:
+    # A session reads attributes when it is made, before there is any input; what is in lists is for the run.
+    numbers = {name: value for name, value in case.attributes.items() if np.isscalar(value)}
+    BY_NAME[case.op].check_attributes(numbers)
 
 
 def _largest(info: TensorInfo | None) -> int:
@@ -61,7 +66,7 @@ def inferred(case: Case) -> tuple[str, list[TensorInfo | None]]:
     for value, known in zip(case.inputs, case.known, strict=True):
         infos.append(None if value is None else TensorInfo(value.dtype.name, known or None))
     try:
-        spec.check_attributes(case.attributes)
+        _check_numbers(case)
         return "", spec.check(infos, case.attributes)[1]
     except MoeOnnxError as error:
         return text_of(error), []
