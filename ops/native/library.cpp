@@ -21,6 +21,7 @@ namespace moe {
 // One line an operator; its Spec is in ops/<Op>/kernel.cpp.
 #define MOE_OPERATORS(NAME)                       \
   NAME(moe_finalize_routing_v2)                   \
+  NAME(moe_finalize_routing_v2_grad)              \
   NAME(moe_grouped_matmul)                        \
   NAME(moe_grouped_matmul_weight_grad)            \
   NAME(moe_init_routing_v2)                       \

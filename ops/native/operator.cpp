@@ -191,10 +191,10 @@ OrtStatus* infer(const OrtCustomOp* op, OrtShapeInferContext* context) {
     for (std::size_t i = 0; i < std::min(count, given.size()); ++i) {
       OrtTensorTypeAndShapeInfo* info = nullptr;
       ort::check(ort::ShapeInferContext_GetInputTypeShape(context, i, &info));
-      TensorInfo found = read_info(info, true);
-      if (found.type == Type::undefined) continue;  // an absent input before one that is there
-      found.ranked = !found.shape.empty();          // an unknown shape comes as one without dimensions
-      given[i] = std::move(found);
+      TensorInfo read = read_info(info, true);
+      if (read.type == Type::undefined) continue;  // an input that the node leaves out
+      read.ranked = !read.shape.empty();           // an unknown shape comes as one without dimensions
+      given[i] = std::move(read);
     }
     Infos made;
     try {

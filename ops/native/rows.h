@@ -23,6 +23,8 @@ struct Rows {
   void (*scale)(T* out, const T* in, Wide<T> weight, std::size_t width);
   // sum of a * b
   Wide<T> (*dot)(const T* a, const T* b, std::size_t width);
+  // sum of (a + bias) * b
+  Wide<T> (*biased_dot)(const T* a, const T* bias, const T* b, std::size_t width);
   // Exact widening and one rounding back.
   void (*widen)(Wide<T>* out, const T* in, std::size_t count);
   void (*narrow)(T* out, const Wide<T>* in, std::size_t count);

@@ -163,22 +163,41 @@ void scale(T* out, const T* in, Wide<T> weight, std::size_t width) {
 
 constexpr int kLanes = 32;
 
-template <typename T>
-Wide<T> dot(const T* a, const T* b, std::size_t width) {
+// Both products: `bias` is null where there is none.
+template <bool biased, typename T>
+Wide<T> multiply(const T* a, const T* bias, const T* b, std::size_t width) {
   using V = typename Vector<T>::type;
   constexpr int size = Vector<T>::size;
   V total[kLanes / size] = {};
   std::size_t i = 0;
   for (; i + kLanes <= width; i += kLanes) {
-    for (int j = 0; j < kLanes / size; ++j) total[j] += load(a + i + j * size) * load(b + i + j * size);
+    for (int j = 0; j < kLanes / size; ++j) {
+      V left = load(a + i + j * size);
+      if constexpr (biased) left += load(bias + i + j * size);
+      total[j] += left * load(b + i + j * size);
+    }
   }
   Wide<T> lanes[kLanes];
   std::memcpy(lanes, total, sizeof lanes);
-  for (int lane = 0; i < width; ++i, ++lane) lanes[lane] += widen(a[i]) * widen(b[i]);
+  for (int lane = 0; i < width; ++i, ++lane) {
+    Wide<T> left = widen(a[i]);
+    if constexpr (biased) left += widen(bias[i]);
+    lanes[lane] += left * widen(b[i]);
+  }
   for (int half = kLanes / 2; half > 0; half /= 2) {
     for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
   }
   return lanes[0];
+}
+
+template <typename T>
+Wide<T> dot(const T* a, const T* b, std::size_t width) {
+  return multiply<false, T>(a, nullptr, b, width);
+}
+
+template <typename T>
+Wide<T> biased_dot(const T* a, const T* bias, const T* b, std::size_t width) {
+  return multiply<true, T>(a, bias, b, width);
 }
 
 template <typename T>
@@ -203,7 +222,8 @@ void copy(void* out, const void* in, std::size_t bytes) {
 
 template <typename T>
 constexpr Rows<T> rows_for() {
-  return {sum<T>, weighted_sum<T>, biased_sum<T>, scale<T>, dot<T>, widen_all<T>, narrow_all<T>};
+  return {sum<T>,        weighted_sum<T>, biased_sum<T>, scale<T>, dot<T>,
+          biased_dot<T>, widen_all<T>,    narrow_all<T>};
 }
 
 }  // namespace
