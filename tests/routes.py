@@ -24,7 +24,8 @@ from moe_onnx.kernels import PYTHON_KERNELS, native
 from moe_onnx.operators import BY_NAME
 from moe_onnx.spec import DOMAIN
 
-ELEMS = {**ELEM_TYPES, "int64": TensorProto.INT64}
+WRONG = {"int64": TensorProto.INT64, "int16": TensorProto.INT16}  # for no input of any operator
+ELEMS = {**ELEM_TYPES, **WRONG, "uint8": TensorProto.UINT8, "uint16": TensorProto.UINT16}
 KERNELS = {kernel.name: kernel.run for kernel in PYTHON_KERNELS}
 NATIVE = () if native.unavailable() else ("native",)  # what there is is told at the head of a test run
 ROUTES = ("reference", "kernel", "evaluator", "body_plain", "body", "python", *NATIVE)
