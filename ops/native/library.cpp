@@ -19,13 +19,15 @@
 
 namespace moe {
 // One line an operator; its Spec is in ops/<Op>/kernel.cpp.
-#define MOE_OPERATORS(NAME)       \
-  NAME(moe_finalize_routing_v2) \
-  NAME(moe_grouped_matmul) \
-  NAME(moe_grouped_matmul_weight_grad) \
-  NAME(moe_init_routing_v2) \
-  NAME(moe_init_routing_v2_grad) \
-  NAME(moe_token_permute_with_routing_map_grad) \
+#define MOE_OPERATORS(NAME)                       \
+  NAME(moe_finalize_routing_v2)                   \
+  NAME(moe_grouped_matmul)                        \
+  NAME(moe_grouped_matmul_weight_grad)            \
+  NAME(moe_init_routing_v2)                       \
+  NAME(moe_init_routing_v2_grad)                  \
+  NAME(moe_token_permute_with_routing_map)        \
+  NAME(moe_token_permute_with_routing_map_grad)   \
+  NAME(moe_token_unpermute_with_routing_map)      \
   NAME(moe_token_unpermute_with_routing_map_grad)
 #define MOE_DECLARE(name) extern const Spec name;
 MOE_OPERATORS(MOE_DECLARE)
