@@ -147,7 +147,10 @@ void compute(Call& call) {
   } else {
     check_range(index, -1, rows, "-1 leaves the slot out");
     check_unique(index, rows, "each slot has a row of its own");
-    if (weighted) cells = row_cells(kName, call.input<std::int8_t>(kMap), tokens, call.output_shape(1)[1], rows);
+    // A map of shape (0, 0) selects nothing, whatever the attributes say of the sizes.
+    if (weighted && call.is_given(kMap)) {
+      cells = row_cells(kName, call.input<std::int8_t>(kMap), tokens, call.output_shape(1)[1], rows);
+    }
   }
   for_float(call.info(kGrad).type, [&](auto zero) { add_rows<decltype(zero)>(call, padded); });
   if (!weighted) {
