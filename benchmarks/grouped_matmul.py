@@ -1,9 +1,11 @@
 """The two grouped products in onnxruntime against PyTorch and against one matrix product an expert.
 
 One run, one machine, the same inputs: every figure is the median of interleaved runs, and ratios are
-taken round by round. The contenders are the function body (one loop over the experts), the unrolled form
-(Split, one product an expert, Concat; float32 only, as onnxruntime has no bfloat16 products), a Python
-loop over the experts in PyTorch, and PyTorch's own grouped product where it has one for the dtype.
+taken round by round. The contenders are the native kernel, the function body (one loop over the experts),
+the unrolled form (Split, one product an expert, Concat; float32 only, as onnxruntime has no bfloat16
+products), a Python loop over the experts in PyTorch, and PyTorch's own grouped product where it has one for
+the dtype. The padded form (all experts as one batch of as many rows as the largest has) does not compute
+the weight gradient in one product, and stands for the forward only.
 
     pip install -e ".[parity]"
     python benchmarks/grouped_matmul.py               # all sizes, both dtypes, prints a table
@@ -32,6 +34,7 @@ from onnx import TensorProto, helper
 from operators import measure
 
 import moe_onnx
+from moe_onnx.kernels import native
 
 # experts, rows, hidden size, expert hidden size
 SIZES = {"E8": (8, 2048, 1024, 1024), "E64": (64, 4096, 512, 1024), "E128": (128, 4096, 2048, 768)}
@@ -92,11 +95,11 @@ def report(size: str, dtype: str, repeats: int) -> None:
 def forward(data: dict[str, Any], dtype: str, *, transposed: bool) -> dict[str, Call]:
     weight = "weight_t" if transposed else "weight"
     names = ["x", weight, "group_sizes"]
-    calls = {
-        "onnxruntime, body": body("MoeGroupedMatmul", names, data, dtype, transpose_weight=int(transposed))
-    }
+    calls = by_routes("MoeGroupedMatmul", names, data, dtype, transpose_weight=int(transposed))
     if dtype == "fp32":
         calls["onnxruntime, unrolled"] = unrolled(names, data, transB=int(transposed))
+        if not transposed:
+            calls["onnxruntime, padded"] = padded(names, data)
     x, w = to_torch(data["x"]), to_torch(data[weight])
     bounds = split(data["group_sizes"])
     right = [m.T if transposed else m for m in w]
@@ -114,7 +117,7 @@ def forward(data: dict[str, Any], dtype: str, *, transposed: bool) -> dict[str, 
 
 def weight_grad(data: dict[str, Any], dtype: str) -> dict[str, Call]:
     names = ["x", "grad_y", "group_sizes"]
-    calls = {"onnxruntime, body": body("MoeGroupedMatmulWeightGrad", names, data, dtype, transpose_weight=0)}
+    calls = by_routes("MoeGroupedMatmulWeightGrad", names, data, dtype, transpose_weight=0)
     if dtype == "fp32":
         calls["onnxruntime, unrolled"] = unrolled(names, data, transA=1)
     x, g = to_torch(data["x"]), to_torch(data["grad_y"])
@@ -141,9 +144,36 @@ def add_grouped(calls: dict[str, Call], call: Callable[[Any], Any]) -> dict[str,
     return {**calls, "torch grouped_mm": lambda: call(found)}
 
 
-def body(op: str, names: list[str], data: dict[str, Any], dtype: str, **attributes: int) -> Call:
+def by_routes(
+    op: str, names: list[str], data: dict[str, Any], dtype: str, **attributes: int
+) -> dict[str, Call]:
+    """One node of the operator, by the native kernel where there is one and by its body."""
     node = helper.make_node(op, names, ["out"], domain="ascend.moe", **attributes)
-    return session([node], names, data, dtype, 2 if op == "MoeGroupedMatmul" else 3)
+    rank = 2 if op == "MoeGroupedMatmul" else 3
+    kinds = ["body"] if native.unavailable() else ["native", "body"]
+    return {
+        f"onnxruntime, {kernels}": session([node], names, data, dtype, rank, kernels) for kernels in kinds
+    }
+
+
+def padded(names: list[str], data: dict[str, Any]) -> Call:
+    """All experts in one batch, each of as many rows as the largest has: gather, MatMul, gather."""
+    sizes = data["group_sizes"]
+    most, starts = int(sizes.max()), np.cumsum(sizes) - sizes
+    slot = np.arange(most)
+    rows = np.where(slot < sizes[:, None], starts[:, None] + slot, len(data["x"]))
+    back = np.concatenate([e * most + np.arange(size) for e, size in enumerate(sizes)])
+    extra = {"rows": rows.astype(np.int64), "back": back.astype(np.int64)}
+    nodes = [
+        helper.make_node("Constant", [], ["pads"], value_ints=[0, 0, 1, 0]),
+        helper.make_node("Constant", [], ["flat"], value_ints=[len(sizes) * most, data["weight"].shape[2]]),
+        helper.make_node("Pad", ["x", "pads"], ["x_and_zeros"]),
+        helper.make_node("Gather", ["x_and_zeros", "rows"], ["batch"]),
+        helper.make_node("MatMul", ["batch", "weight"], ["products"]),
+        helper.make_node("Reshape", ["products", "flat"], ["by_row"]),
+        helper.make_node("Gather", ["by_row", "back"], ["out"]),
+    ]
+    return session(nodes, [*names[:2], *extra], {**data, **extra}, "fp32", 2)
 
 
 def unrolled(names: list[str], data: dict[str, Any], **transposed: int) -> Call:
@@ -171,9 +201,17 @@ def unrolled(names: list[str], data: dict[str, Any], **transposed: int) -> Call:
     return session(nodes, names, data, "fp32", 3 if is_gradient else 2)
 
 
-def session(nodes: list[Any], names: list[str], data: dict[str, Any], dtype: str, rank: int) -> Call:
+def session(
+    nodes: list[Any],
+    names: list[str],
+    data: dict[str, Any],
+    dtype: str,
+    rank: int,
+    kernels: str = "body",
+) -> Call:
     value = helper.make_tensor_value_info
-    kinds = [TensorProto.INT32 if name == "group_sizes" else ELEMS[dtype] for name in names]
+    integers = {np.dtype(np.int32): TensorProto.INT32, np.dtype(np.int64): TensorProto.INT64}
+    kinds = [integers.get(data[name].dtype, ELEMS[dtype]) for name in names]
     graph = helper.make_graph(
         nodes,
         "benchmark",
@@ -182,7 +220,7 @@ def session(nodes: list[Any], names: list[str], data: dict[str, Any], dtype: str
     )
     imports = [helper.make_opsetid("", 21), helper.make_opsetid("ascend.moe", 1)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=10)
-    runner = moe_onnx.InferenceSession(model, kernels="body")
+    runner = moe_onnx.InferenceSession(model, kernels=kernels)
     binding = runner.io_binding()
     for name in names:  # no copies of inputs in the time, as PyTorch has none
         if data[name].dtype == DTYPES["bf16"]:

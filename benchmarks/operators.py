@@ -1,4 +1,4 @@
-"""The two backward operators against PyTorch, against their own routes, against a plain copy.
+"""The two backward operators by every route, against PyTorch and against a plain copy.
 
 One run, one machine, the same inputs: every figure is the median of interleaved runs, and ratios are
 taken within the run. Peak memory is that of a fresh process for each contender.
@@ -32,6 +32,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 import moe_onnx
+from moe_onnx.kernels import native
 
 # tokens, top_k, hidden, experts; a training step of a layer, and one on a laptop
 SIZES = {"large": (4096, 8, 2048, 64), "small": (2048, 2, 1024, 8), "laptop": (256, 2, 128, 8)}
@@ -168,13 +169,18 @@ def session(
     return lambda: drop(runner.run(None, feed))
 
 
+def routes() -> tuple[str, ...]:
+    """The routes that this installation has."""
+    return ("python", "body") if native.unavailable() else ("native", "python", "body")
+
+
 def init_routing_grad(size: str, dtype: str, only: str | None) -> tuple[dict[str, Call], int]:
     tokens, top_k, hidden, _ = SIZES[size]
     data = inputs_of(size, dtype)
     rows, index = data["rows"], data["index"]
     op, names = "MoeInitRoutingV2Grad", ["rows", "index"]
     calls: dict[str, Call] = {}
-    for kernels in ("python", "body"):
+    for kernels in routes():
         name = f"onnxruntime, {kernels}"
         if only in (None, name):
             calls[name] = session(op, kernels, names, data, 1, top_k=top_k)
@@ -202,7 +208,7 @@ def unpermute_grad(size: str, dtype: str, only: str | None) -> tuple[dict[str, C
     names = ["dy", "index", "index", "map", "rows", "probs"]
     num_bytes = sum(data[name].nbytes for name in names) + data["rows"].nbytes + data["probs"].nbytes
     calls: dict[str, Call] = {}
-    for kernels in ("python", "body"):
+    for kernels in routes():
         name = f"onnxruntime, {kernels}"
         if only in (None, name):
             calls[name] = session(op, kernels, names, data, 2, drop_and_pad=0)

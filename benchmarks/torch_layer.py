@@ -31,6 +31,10 @@ from moe_onnx.build.config import MoeLayerConfig
 SIZES = {
     "small": (256, MoeLayerConfig(hidden_size=128, moe_intermediate_size=256, num_experts=8)),
     "large": (2048, MoeLayerConfig(hidden_size=512, moe_intermediate_size=1024, num_experts=8)),
+    "many": (
+        512,
+        MoeLayerConfig(hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8),
+    ),
 }
 # Options of torch.optim.AdamW. On a CPU "default" is one parameter after the other, as of PyTorch 2.13.
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ each contender. The overhead of ``TrainingSession.step`` is measured against the
 bare, bound in the same way.
 
     pip install -e ".[parity]"
-    python benchmarks/training_step.py                 # both sizes, prints a table
+    python benchmarks/training_step.py                 # all sizes, prints a table; "many" takes 20 GB
     python benchmarks/training_step.py --size small --blocks 5
 """
 
@@ -20,12 +20,13 @@ for _name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):
     os.environ.pop(_name, None)
 
 import argparse
+import dataclasses
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,18 @@ from operators import cpu_name, status
 from torch_layer import SIZES
 
 import moe_onnx
+from moe_onnx.kernels import native
 from moe_onnx.runtime.training_session import default_options
 
 THREADS = 2
-OURS = ("onnxruntime, grad + apply", "onnxruntime, step")
+GROUPED, PORTABLE, UNROLLED = 0, 16, 1024  # up to how many experts get nodes of their own
+# Kernels, assembly, unroll_experts.
+OURS = {
+    "onnxruntime, native": ("native", "grad+apply", GROUPED),
+    "onnxruntime, native, step": ("native", "step", GROUPED),
+    "onnxruntime, native, unrolled": ("native", "grad+apply", UNROLLED),
+    "onnxruntime, body": ("body", "grad+apply", PORTABLE),
+}
 TORCH = tuple(
     f"torch, {experts}, AdamW {optimizer}"
     for experts in ("loop", "grouped")
@@ -52,10 +61,16 @@ def main() -> None:
     )
     parser.add_argument("--size", choices=[*SIZES, "all"], default="all")
     parser.add_argument("--blocks", type=int, default=7, help="blocks of steps of each contender")
-    parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # a child process that measures one
+    # A child process that measures one contender.
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    parser.add_argument("--time-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory_of:
         print(peak_memory(arguments.memory_of, arguments.size))
+        return
+    if arguments.time_of:
+        call = {"one": contender(arguments.time_of, arguments.size)}
+        print(*measure(call, 1, 3)["one"])
         return
     import torch
 
@@ -67,9 +82,12 @@ def main() -> None:
 
 def report(size: str, blocks: int) -> None:
     tokens, config = SIZES[size]
-    calls = {name: contender(name, size) for name in (*OURS, *TORCH)}
-    steps = 3 if tokens > 1000 else 30
-    medians = measure(calls, blocks, steps)
+    names = (*(name for name in OURS if not native.unavailable() or "native" not in name), *TORCH)
+    if size == "many":
+        medians = one_at_a_time(names, size, blocks)
+    else:
+        steps = 3 if tokens > 1000 else 30
+        medians = measure({name: contender(name, size) for name in names}, blocks, steps)
     totals = {name: statistics.median(values) for name, values in medians.items()}
     best = {
         kind: min((n for n in TORCH if n.endswith(kind)), key=totals.__getitem__)
@@ -91,7 +109,9 @@ def report(size: str, blocks: int) -> None:
         peak = child_memory(name, size) / 1e6
         times = f"{totals[name]:10.2f} {min(values):9.2f} {ratios[0]:17.2f} {ratios[1]:15.2f}"
         print(f"  {name:32} {times} {peak:8.0f}")
-    session, batch = training_session(size, "grad+apply"), batch_of(size)
+    if size == "many":
+        return
+    session, batch = training_session(names[0], size), batch_of(size)
     over = measure({"step": lambda: session.step(batch), "bare": bare(session, batch)}, blocks, steps)
     step, graphs = (statistics.median(over[name]) for name in ("step", "bare"))
     more = f"{(step - graphs) * 1e3:.0f} us more"
@@ -121,19 +141,20 @@ def batch_of(size: str) -> dict[str, Any]:
     return {name: rng.standard_normal(shape, np.float32) for name in ("hidden_states", "target")}
 
 
-def training_session(size: str, assembly: str) -> moe_onnx.TrainingSession:
-    _, config = SIZES[size]
+def training_session(name: str, size: str) -> moe_onnx.TrainingSession:
+    kernels, assembly, unroll = OURS[name]
+    config = dataclasses.replace(SIZES[size][1], unroll_experts=unroll)
     optimizer = moe_onnx.AdamW(max_grad_norm=None)
     graph = moe_onnx.build_training_graph(config, assembly=assembly, optimizer=optimizer)
     options = default_options(THREADS)
-    return moe_onnx.TrainingSession(graph, sess_options=options)
+    return moe_onnx.TrainingSession(graph, kernels=kernels, sess_options=options)
 
 
 def contender(name: str, size: str) -> Call:
     """One step of a contender, weights and batch made."""
     batch = batch_of(size)
     if name in OURS:
-        session = training_session(size, "step" if name.endswith("step") else "grad+apply")
+        session = training_session(name, size)
         return lambda: session.step(batch)
     import torch
     from torch_layer import STEPS
@@ -166,8 +187,22 @@ def bare(session: moe_onnx.TrainingSession, batch: dict[str, Any]) -> Call:
     return run
 
 
+def one_at_a_time(names: Sequence[str], size: str, blocks: int) -> dict[str, list[float]]:
+    """As ``measure``, each block in a process of its own: all contenders together do not fit in memory."""
+    medians: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(blocks):
+        for name in names:
+            medians[name].append(child("--time-of", name, size))
+    return medians
+
+
 def child_memory(name: str, size: str) -> float:
-    command = [sys.executable, __file__, "--memory-of", name, "--size", size]
+    return child("--memory-of", name, size)
+
+
+def child(what: str, name: str, size: str) -> float:
+    """What a process of its own measures of one contender."""
+    command = [sys.executable, __file__, what, name, "--size", size]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     return float(result.stdout.split()[-1])
 

@@ -1,7 +1,8 @@
 """Mixture-of-Experts training graphs in ONNX, run by stock onnxruntime.
 
 Importing the package registers the operators of the domain ``ascend.moe``: their schemas with onnx,
-their Python kernels with onnxruntime-extensions.
+their Python kernels with onnxruntime-extensions. Native kernels are registered by the sessions that use
+them.
 """
 
 from importlib import import_module
@@ -35,6 +36,7 @@ from moe_onnx.errors import (
     ShapeError,
     ValidationError,
 )
+from moe_onnx.kernels.native import native_library_path
 from moe_onnx.operators.moe_finalize_routing_v2 import moe_finalize_routing_v2
 from moe_onnx.operators.moe_finalize_routing_v2_grad import moe_finalize_routing_v2_grad
 from moe_onnx.operators.moe_grouped_matmul import moe_grouped_matmul
@@ -53,7 +55,7 @@ from moe_onnx.operators.moe_token_unpermute_with_routing_map_grad import (
 )
 from moe_onnx.rewrite.legalize import add_function_bodies
 from moe_onnx.runtime.data import TokenDataset
-from moe_onnx.runtime.register import register, register_the_library_once
+from moe_onnx.runtime.register import register, register_each_once
 from moe_onnx.runtime.session import InferenceSession
 from moe_onnx.spec import PACKAGE_VERSION
 
@@ -117,6 +119,7 @@ __all__ = [
     "moe_token_permute_with_routing_map_grad",
     "moe_token_unpermute_with_routing_map",
     "moe_token_unpermute_with_routing_map_grad",
+    "native_library_path",
     "reference_ops",
     "register",
     "register_gradient",
@@ -127,7 +130,7 @@ __all__ = [
 
 _register_schemas()
 _register_python_ops()
-register_the_library_once()
+register_each_once()
 
 # What needs onnx-ir, which takes as long to import as everything else: on first use.
 _ON_FIRST_USE = {

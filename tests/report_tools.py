@@ -24,7 +24,7 @@ import onnxruntime as ort
 import oracles
 import pytest
 from onnx import AttributeProto, TensorProto, helper
-from routes import BODY_ROUTES, ELEMS, ROUTES, has_route, run
+from routes import BODY_ROUTES, ELEMS, NATIVE, ROUTES, has_route, run
 
 import moe_onnx
 from moe_onnx.operators import BY_NAME
@@ -54,9 +54,9 @@ DTYPES = {"float32": F32, "float16": F16, "bfloat16": BF16}
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 # Without the evaluator, which is the reference again, and the body once more unoptimised: for kinds of
 # mistake in which these two are not apart from the others.
-FEW = ("reference", "kernel", "python", "body")
+FEW = ("reference", "kernel", "python", "body", *NATIVE)
 EXACT = tuple(route for route in ROUTES if route not in BODY_ROUTES)
-KERNEL_CHOICES = ("python", "body")
+KERNEL_CHOICES = ("python", "body", *NATIVE)
 
 V1 = np.arange(1, 13, dtype=np.float32).reshape(6, 2)
 V1_INDEX = np.array([4, 1, 5, 3, 0, 2], np.int32)

@@ -20,14 +20,17 @@ from onnx.reference import ReferenceEvaluator
 
 import moe_onnx
 from moe_onnx.adapters.schema import ELEM_TYPES
-from moe_onnx.kernels import PYTHON_KERNELS
+from moe_onnx.kernels import PYTHON_KERNELS, native
 from moe_onnx.operators import BY_NAME
 from moe_onnx.spec import DOMAIN
 
-ELEMS = {**ELEM_TYPES, "int64": TensorProto.INT64}
+WRONG = {"int64": TensorProto.INT64, "int16": TensorProto.INT16}  # for no input of any operator
+ELEMS = {**ELEM_TYPES, **WRONG, "uint8": TensorProto.UINT8, "uint16": TensorProto.UINT16}
 KERNELS = {kernel.name: kernel.run for kernel in PYTHON_KERNELS}
-ROUTES = ("reference", "kernel", "evaluator", "body_plain", "body", "python")
+NATIVE = () if native.unavailable() else ("native",)  # what there is is told at the head of a test run
+ROUTES = ("reference", "kernel", "evaluator", "body_plain", "body", "python", *NATIVE)
 BODY_ROUTES = ("body_plain", "body")
+OP_ROUTES = ("python", *NATIVE)  # in sessions, with every check
 
 
 def all_of(name: str, values: Iterable[Any]) -> Callable[[Any], Any]:
@@ -103,7 +106,7 @@ def session_of(model: onnx.ModelProto, route: str) -> Any:
     if route == "body_plain":
         # Nothing registered and nothing optimised: what any runtime has to do with the body.
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return moe_onnx.InferenceSession(model, options, kernels="python" if route == "python" else "body")
+    return moe_onnx.InferenceSession(model, options, kernels=route if route in OP_ROUTES else "body")
 
 
 def make_model(op: str, inputs: list[Any], attributes: dict[str, Any], opset: int = 21) -> onnx.ModelProto:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from routes import run
+from routes import NATIVE, run
 
 import moe_onnx
 
@@ -100,7 +100,7 @@ def test_companions_are_checked_without_probs_too(rows: int, with_map: bool) -> 
     """Four slots; the map selects two pairs, but slots name rows 2 and 3."""
     index = np.array([0, 1, 2, 3], np.int32)
     routing_map = np.array([[True, False], [False, True]]) if with_map else None
-    for name in ("reference", "kernel", "python", "body"):
+    for name in ("reference", "kernel", "python", "body", *NATIVE):
         inputs = [GRAD[:2], index, index, routing_map, np.ones((rows, 2), np.float32)]
         with pytest.raises((moe_onnx.ShapeError, moe_onnx.BodyCheckError), match="permuted_tokens"):
             run("MoeTokenUnpermuteWithRoutingMapGrad", name, inputs, {"drop_and_pad": 0})
@@ -134,5 +134,5 @@ def test_rows_are_named_by_int32() -> None:
 
 
 def test_a_misspelt_option_lists_the_legal_ones() -> None:
-    with pytest.raises(moe_onnx.OptionError, match="'auto', 'python', 'body', got 'pyhton'"):
+    with pytest.raises(moe_onnx.OptionError, match="'auto', 'native', 'python', 'body', got 'pyhton'"):
         moe_onnx.InferenceSession(b"", kernels="pyhton")

@@ -145,6 +145,7 @@ def test_public_names() -> None:
         "moe_token_permute_with_routing_map_grad",
         "moe_token_unpermute_with_routing_map",
         "moe_token_unpermute_with_routing_map_grad",
+        "native_library_path",
         "reference_ops",
         "register",
         "register_gradient",

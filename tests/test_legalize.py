@@ -12,7 +12,7 @@ import oracles
 import pytest
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
-from routes import ELEMS, make_model, one_thread
+from routes import ELEMS, NATIVE, make_model, one_thread
 
 import moe_onnx
 from moe_onnx.adapters.python_ops import SESSION_DOMAIN
@@ -20,7 +20,7 @@ from moe_onnx.operators import BY_NAME
 from moe_onnx.rewrite.legalize import BODY_DOMAIN, Legalized, legalize
 
 INIT, UNPERMUTE = "MoeInitRoutingV2Grad", "MoeTokenUnpermuteWithRoutingMapGrad"
-KERNELS = ("python", "body")
+KERNELS = ("python", "body", *NATIVE)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT, INT32 = TensorProto.FLOAT, TensorProto.INT32
 
@@ -68,10 +68,10 @@ def model_of(
     return helper.make_model(graph, functions=functions, opset_imports=imports, ir_version=10)
 
 
-def legal(model: onnx.ModelProto, route: str) -> Legalized:
+def legal(model: onnx.ModelProto, route: str, **how: Any) -> Legalized:
     """The legalized model; the one given must stay as it was."""
     before = model.SerializeToString(deterministic=True)
-    done = legalize(model, route=route)
+    done = legalize(model, route=route, **how)
     assert model.SerializeToString(deterministic=True) == before
     return done
 
@@ -113,6 +113,8 @@ def test_attributes_are_written_out(route: str) -> None:
         )
         if route == "body":
             assert written[op] == ({} if op == INIT else {"restore_shape": []})
+        elif route == "native":
+            assert written[op] == {}
         else:  # what the session's own ops are told besides
             assert written[op] == {"node": told[op].encode(), "session": 0, "restore_shape": b""}
 
@@ -191,7 +193,7 @@ def test_empty_probs_of_another_dtype(dtype: Any, given: Any, kernels: str) -> N
     np.testing.assert_array_equal(got, oracles.unpermute_grad(*feed.values())[0])
     assert (got.dtype, empty.dtype, empty.shape) == (dtype, given, (0, 0))
     copies = dtype == BF16  # which Casts would change
-    assert session.moe_kernels["python"] == int(kernels != "body" and not copies)
+    assert session.moe_kernels["python"] == int(kernels == "python" and not copies)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -236,7 +238,7 @@ def test_nodes_in_branches(then: str, other: str, kernels: str) -> None:
         session = assert_runs(model, kernels, GRAD_X, feed)
         wrong = {**feed, "i": index + 1}
         name = "in_then" if condition else "in_else"
-        match = f"'{name}'" if kernels == "python" else "must be in range"
+        match = "must be in range" if kernels == "body" else f"'{name}'"
         with pytest.raises(moe_onnx.MoeOnnxError, match=match):
             session.run(None, wrong)
 
@@ -305,7 +307,7 @@ def test_nodes_in_nested_functions(calls: int, kernels: str) -> None:
     )
     session = assert_runs(model, kernels, -calls * GRAD_X)
     assert session.moe_kernels[kernels] == calls
-    with pytest.raises(moe_onnx.MoeOnnxError, match="the_node" if kernels == "python" else "range"):
+    with pytest.raises(moe_onnx.MoeOnnxError, match="range" if kernels == "body" else "the_node"):
         session.run(None, {"g": rows, "i": index + 1})
 
 
@@ -651,12 +653,13 @@ def test_with_bodies_a_model_runs_anywhere(op: str, dtype: str, static: bool) ->
     assert model.SerializeToString(deterministic=True) == before
     onnx.checker.check_model(made, full_check=True)
     plain = ort.InferenceSession(made.SerializeToString(), one_thread())
-    by_python, by_body = (legal(made, kernels) for kernels in KERNELS)
+    by_python, by_body = legal(made, "python"), legal(made, "body", body_domain=BODY_DOMAIN)
     sessions = [plain, session_of(made, "body")]
     if by_python.python_nodes:
         sessions.append(session_of(made, "python"))
     else:  # the same model: one session says all
         assert by_python.model == by_body.model
+    assert not legal(made, "native").model.functions
     for session in sessions:
         for got, out in zip(session.run(None, feed), want, strict=True):
             np.testing.assert_array_equal(got, out)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from routes import KERNELS, ROUTES, has_route, make_model, run
+from routes import KERNELS, NATIVE, ROUTES, has_route, make_model, run
 
 import moe_onnx
 from moe_onnx.kernels import _blocks
@@ -238,7 +238,7 @@ def test_long_dot_products_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("op", [INIT_GRAD, UN_GRAD])
-@pytest.mark.parametrize("route", ["python", "body"])
+@pytest.mark.parametrize("route", ["python", "body", *NATIVE])
 def test_sessions_are_deterministic_at_any_thread_count(op: str, route: str) -> None:
     import onnxruntime as ort
 

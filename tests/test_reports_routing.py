@@ -45,7 +45,7 @@ from report_tools import (
     routes_of,
     with_index,
 )
-from routes import ROUTES, has_route, run
+from routes import NATIVE, ROUTES, has_route, run
 
 import moe_onnx
 from moe_onnx.spec import DOMAIN
@@ -354,7 +354,7 @@ def test_a18_the_size_of_the_report() -> None:
     for slot in index.reshape(-1, 6).T:
         sums += (raw[slot].astype(np.uint32) << 16).view(np.float32)
     want = sums.astype(BF16).view(np.uint16)
-    for route in ("kernel", "python", "body"):
+    for route in ("kernel", "python", "body", *NATIVE):
         (got,) = run(GRAD, route, [raw.view(BF16), index], {"top_k": 6})
         assert got.dtype == BF16
         assert np.array_equal(got.view(np.uint16), want)

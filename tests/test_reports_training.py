@@ -25,6 +25,7 @@ import onnxruntime as ort
 import pytest
 from golden_cases import Arrays, parameter_shapes, random_parameters, tiny_lm
 from report_tools import in_new_process
+from routes import NATIVE
 from tiny_graph import TinyGraph
 
 import moe_onnx
@@ -478,15 +479,17 @@ def trainer(config: Any, assembly: str = "grad+apply", **options: Any) -> moe_on
 
 
 def test_a14_all_kernels_train_alike() -> None:
-    """pytorch/ao #4825: Python kernels and function bodies are one training."""
+    """pytorch/ao #4825: Python kernels, native kernels and function bodies are one training."""
     config = small_lm()
-    runs = [trainer(config, kernels=kernels) for kernels in ("python", "body")]
+    runs = [trainer(config, kernels=kernels) for kernels in ("python", "body", *NATIVE)]
     for number in range(3):
-        first, second = (t.step(lm_batch(config, 2, 9, number)) for t in runs)
-        assert first["loss"] == pytest.approx(second["loss"], rel=1e-6)
-        np.testing.assert_array_equal(first["expert_load"], second["expert_load"])
+        first, *others = (t.step(lm_batch(config, 2, 9, number)) for t in runs)
+        for other in others:
+            assert first["loss"] == pytest.approx(other["loss"], rel=1e-6)
+            np.testing.assert_array_equal(first["expert_load"], other["expert_load"])
     for name, value in runs[0].parameters().items():
-        near(value, runs[1].parameters()[name])
+        for run in runs[1:]:
+            near(value, run.parameters()[name])
 
 
 @FORMS
@@ -851,7 +854,11 @@ WORDS: list[tuple[str, Callable[[Any], Any], tuple[str, ...]]] = [
     ("kind", lambda v: recipe_from_dict({"model": {"kind": v}}), ("MoeLMConfig", "MoeLayerConfig")),
     ("kind", lambda v: recipe_from_dict({"optimizer": {"kind": v}}), ("AdamW", "SGD")),
     ("non_finite", lambda v: moe_onnx.TrainingSession(TinyGraph(), non_finite=v), ("raise", "skip")),
-    ("kernels", lambda v: moe_onnx.TrainingSession(TinyGraph(), kernels=v), ("auto", "python", "body")),
+    (
+        "kernels",
+        lambda v: moe_onnx.TrainingSession(TinyGraph(), kernels=v),
+        ("auto", "native", "python", "body"),
+    ),
 ]
 
 

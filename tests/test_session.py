@@ -17,14 +17,14 @@ import onnxruntime_extensions
 import oracles
 import pytest
 from onnx import helper, numpy_helper
-from routes import feed_of, make_model
+from routes import NATIVE, feed_of, make_model
 
 import moe_onnx
 from moe_onnx.runtime.register import _probe
 
 INIT, UNPERMUTE = "MoeInitRoutingV2Grad", "MoeTokenUnpermuteWithRoutingMapGrad"
 BF16 = np.dtype(ml_dtypes.bfloat16)
-KERNELS = ("python", "body", "auto")
+KERNELS = ("python", "body", *NATIVE)
 INDEX = np.array([5, 0, 1, 2, 4, 3], np.int32)
 _, MAP, SLOTS = oracles.random_routing(np.random.default_rng(0), 4, 5, 2)
 
@@ -66,10 +66,7 @@ def test_every_dtype_goes_in_and_comes_out(op: str, dtype: Any, kernels: str) ->
     before = model.SerializeToString(deterministic=True)
     session = moe_onnx.InferenceSession(model, kernels=kernels)
     assert model.SerializeToString(deterministic=True) == before
-    assert session.moe_kernels == {
-        "python": int(kernels != "body"),
-        "body": int(kernels == "body"),
-    }
+    assert session.moe_kernels == {"native": 0, "python": 0, "body": 0, kernels: 1}
     assert_outputs(session.run(None, feed_of(op, inputs)), want)
 
 
@@ -98,7 +95,7 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kernels", ["python", "body"])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
 @pytest.mark.parametrize("op", [INIT, UNPERMUTE])
 def test_any_memory_layout(op: str, dtype: Any, kernels: str, layout: str) -> None:
@@ -118,7 +115,7 @@ def test_any_memory_layout(op: str, dtype: Any, kernels: str, layout: str) -> No
         np.testing.assert_array_equal(value, before)
 
 
-@pytest.mark.parametrize("kernels", ["python", "body"])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("source", ["str", "path", "bytes", "proto"])
 def test_every_source_of_a_model(source: str, kernels: str, tmp_path: Path) -> None:
     """A path, a pathlib.Path, bytes and a ModelProto are alike."""
@@ -131,10 +128,11 @@ def test_every_source_of_a_model(source: str, kernels: str, tmp_path: Path) -> N
     assert_outputs(session.run(None, feed_of(INIT, inputs)), want)
 
 
-def test_loading_by_path_is_quiet(tmp_path: Path, capfd: Any) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_loading_by_path_is_quiet(kernels: str, tmp_path: Path, capfd: Any) -> None:
     inputs, attributes, _ = call(INIT)
     onnx.save(make_model(INIT, inputs, attributes), tmp_path / "model.onnx")
-    moe_onnx.InferenceSession(tmp_path / "model.onnx")
+    moe_onnx.InferenceSession(tmp_path / "model.onnx", kernels=kernels)
     assert capfd.readouterr() == ("", "")
 
 
@@ -160,7 +158,7 @@ def with_external_data(folder: Path, op: bool = True) -> tuple[str, dict[str, An
     return path, feed_of(INIT, inputs), [want]
 
 
-@pytest.mark.parametrize("kernels", ["python", "body"])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("op", [True, False], ids=["ours", "foreign"])
 def test_external_data(op: bool, kernels: str, tmp_path: Path, monkeypatch: Any) -> None:
     """The data is looked for beside the model, wherever the process stands, now and later."""
@@ -177,10 +175,11 @@ def test_external_data(op: bool, kernels: str, tmp_path: Path, monkeypatch: Any)
         assert_outputs(session.run(None, feed), want)
 
 
-def test_external_data_when_providers_are_set_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_external_data_when_providers_are_set_anew(kernels: str, tmp_path: Path) -> None:
     """``set_providers`` makes the session again, from the same model."""
     path, feed, want = with_external_data(tmp_path)
-    session = moe_onnx.InferenceSession(path)
+    session = moe_onnx.InferenceSession(path, kernels=kernels)
     session.set_providers(["CPUExecutionProvider"])
     assert_outputs(session.run(None, feed), want)
 
@@ -208,7 +207,7 @@ def test_a_model_without_our_operators(dtype: Any, tmp_path: Path) -> None:
     x = numbers(4, 3, dtype)
     for source in (model, model.SerializeToString(), tmp_path / "model.onnx"):
         session = moe_onnx.InferenceSession(source)
-        assert session.moe_kernels == {"python": 0, "body": 0}
+        assert session.moe_kernels == {"native": 0, "python": 0, "body": 0}
         assert session.moe_notes == []
         assert_outputs(session.run(None, {"x": x}), [x])
 
@@ -218,7 +217,7 @@ def three_sessions() -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     inputs, _, want = call(UNPERMUTE)
     model = make_model(UNPERMUTE, inputs, {"drop_and_pad": 0})
     helper.set_model_props(model, {"made_by": "me"})
-    sessions = {kernels: moe_onnx.InferenceSession(model, kernels=kernels) for kernels in KERNELS[:2]}
+    sessions = {kernels: moe_onnx.InferenceSession(model, kernels=kernels) for kernels in KERNELS}
     sessions["plain"] = ort.InferenceSession(model.SerializeToString(), plain_registered())
     return sessions, feed_of(UNPERMUTE, inputs), want
 
@@ -290,7 +289,7 @@ def test_register_as_often_as_you_like(before: str) -> None:
     """Also where the library is registered already; the options are returned."""
     options = plain_registered() if before == "plain" else ort.SessionOptions()
     for _ in range(2 if before == "register" else 1):
-        assert moe_onnx.register(options) is options
+        assert moe_onnx.register(options, "python") is options
     inputs, _, want = call(UNPERMUTE)
     model = make_model(UNPERMUTE, inputs, {"drop_and_pad": 0})
     for make in (ort.InferenceSession, moe_onnx.InferenceSession):
@@ -310,7 +309,7 @@ def test_register_leaves_no_trace(plain: bool, tmp_path: Path, monkeypatch: Any,
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     names = [n for n in dir(options) if not n.startswith("_") and not callable(getattr(options, n))]
     before = {name: getattr(options, name) for name in names}
-    moe_onnx.register(options)
+    moe_onnx.register(options, "python")
     assert {name: getattr(options, name) for name in names} == before
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
@@ -324,7 +323,7 @@ def test_one_options_object_may_be_registered_on_again_and_again(calls: str) -> 
         if call == "p":
             options.register_custom_ops_library(onnxruntime_extensions.get_library_path())
         else:
-            assert moe_onnx.register(options) is options
+            assert moe_onnx.register(options, "python") is options
     for _ in range(3):
         session = ort.InferenceSession(_probe(), options)
         feed = {"g": np.full((1, 1), 7, np.float32), "i": np.zeros(1, np.int32)}

@@ -15,7 +15,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_c
-from routes import feed_of, make_model
+from routes import OP_ROUTES, feed_of, make_model
 from test_session import (
     BF16,
     INIT,
@@ -99,9 +99,10 @@ def by_async(session: Any, feed: dict[str, Any]) -> tuple[list[Any], Any, str]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("op", [INIT, UNPERMUTE])
-def test_an_error_of_a_python_kernel(op: str, way: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("kernels", OP_ROUTES)
+def test_an_error_of_a_kernel(kernels: str, op: str, way: Callable[..., Any]) -> None:
     """It is the operator's own, with its node; afterwards the session works as before."""
-    session, feed, wrong, want = set_up(op, "python")
+    session, feed, wrong, want = set_up(op, kernels)
     name, at, value = WRONG[op]
     for _ in range(2):
         with pytest.raises(moe_onnx.IndexValueError) as caught:
@@ -126,13 +127,13 @@ def test_an_error_of_a_body(op: str, way: Callable[..., Any]) -> None:
         way(session, wrong)
     assert (caught.value.op, caught.value.aclnn_status) == (op, 561002)
     assert f"{op}: {WRONG[op][0]} must be in range" in str(caught.value)
-    assert 'kernels="python"' in str(caught.value)
+    assert 'kernels="native" or kernels="python"' in str(caught.value)
     assert isinstance(caught.value.__cause__, Exception)
     assert_outputs(session.run(None, feed), want)
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])
-@pytest.mark.parametrize("kernels", ["python", "body"])
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_an_error_in_run_async(kernels: str, parallel: bool) -> None:
     """It is the text that the callback gets, and is raised by no later run."""
     session, feed, wrong, want = set_up(INIT, kernels, parallel=parallel)
@@ -141,7 +142,7 @@ def test_an_error_in_run_async(kernels: str, parallel: bool) -> None:
         assert (results, data) == ([], "data")
         assert INIT in text
         assert "expanded_row_idx" in text
-        if kernels == "python":
+        if kernels in OP_ROUTES:
             assert text.endswith("(node 'the_node')")
         assert_outputs(session.run(None, feed), want)
         results, _, text = by_async(session, feed)
@@ -150,8 +151,9 @@ def test_an_error_in_run_async(kernels: str, parallel: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, BF16, np.float64], ids=str)
-def test_an_error_in_other_dtypes(dtype: Any) -> None:
-    session, feed, wrong, want = set_up(UNPERMUTE, "python", dtype)
+@pytest.mark.parametrize("kernels", OP_ROUTES)
+def test_an_error_in_other_dtypes(kernels: str, dtype: Any) -> None:
+    session, feed, wrong, want = set_up(UNPERMUTE, kernels, dtype)
     with pytest.raises(moe_onnx.IndexValueError, match=r"got 77 at position \[2\].*'the_node'"):
         session.run(None, wrong)
     assert_outputs(session.run(None, feed), want)
@@ -222,7 +224,7 @@ def test_bodies_beside_registered_kernels(dtype: Any) -> None:
         session.run(None, {**feed, "out_index": SLOTS + 1})
 
 
-@pytest.mark.parametrize("kernels", ["python", "body"])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize(("shape", "good"), [([4, 3], True), ([4, 4], False), ([3], False)])
 def test_restore_shape(shape: list[int], good: bool, static: bool, kernels: str) -> None:
@@ -245,13 +247,13 @@ def test_restore_shape(shape: list[int], good: bool, static: bool, kernels: str)
         want[order] = grad[tokens]
         np.testing.assert_array_equal(run(), want)
     else:
-        at_load_or_named = moe_onnx.ShapeError if static or kernels == "python" else ValueError
+        at_load_or_named = moe_onnx.ShapeError if static or kernels in OP_ROUTES else ValueError
         with pytest.raises(at_load_or_named, match="restore_shape") as caught:
             run()
         assert caught.value.aclnn_status == 561002  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kernels", ["python", "body"])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
 def test_feeds_of_a_wrong_dtype(dtype: Any, kernels: str) -> None:
     """The message names the input and the dtypes that it takes."""
@@ -286,7 +288,7 @@ def test_wrong_kernels_list_the_right_ones() -> None:
     inputs, attributes, _ = call(INIT)
     with pytest.raises(moe_onnx.OptionError) as caught:
         moe_onnx.InferenceSession(make_model(INIT, inputs, attributes), kernels="pyhton")
-    assert all(repr(name) in str(caught.value) for name in (*KERNELS, "pyhton"))
+    assert all(repr(name) in str(caught.value) for name in ("auto", "native", *KERNELS, "pyhton"))
 
 
 @pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, pickle.dumps])

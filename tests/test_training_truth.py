@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 from golden_cases import CASES, Arrays, Case, is_trained, random_parameters
+from routes import OP_ROUTES
 
 import moe_onnx
 from moe_onnx.rewrite.to_float64 import to_float64
@@ -236,14 +237,15 @@ def test_the_gradient_of_a_layers_input() -> None:
     assert slope == pytest.approx((up - down) / (2 * EPS), rel=FINITE_DIFFERENCE)
 
 
-def test_the_python_route_computes_the_same() -> None:
-    """The two backward operators as Python custom ops, inside a whole graph."""
+@pytest.mark.parametrize("kernels", OP_ROUTES)
+def test_the_routes_compute_the_same(kernels: str) -> None:
+    """The operators as custom ops, inside a whole graph."""
     case = CASES["mixtral"]
     model = moe_onnx.build_training_graph(case.config, assembly="grad").model
     feed = {**case.parameters(), **case.batches()[0]}
-    python, body = (run(moe_onnx.InferenceSession(model, kernels=k), feed) for k in ("python", "body"))
+    found, body = (run(moe_onnx.InferenceSession(model, kernels=k), feed) for k in (kernels, "body"))
     for name, value in body.items():
-        gap = np.abs(python[name] - value).max()
+        gap = np.abs(found[name] - value).max()
         assert gap <= 2e-6 * np.abs(value).max(), name
 
 

@@ -16,7 +16,7 @@ from moe_onnx.cli.commands import show_info, write_cards, write_pages, write_she
 from moe_onnx.cli.options import ASSEMBLY, CONSOLE, INTERRUPTED, Commands, build, model_options, recipe_of
 from moe_onnx.errors import OptionError
 from moe_onnx.runtime.data import BIN_DTYPES, TokenDataset
-from moe_onnx.runtime.session import KERNELS
+from moe_onnx.runtime.routes import KERNELS
 from moe_onnx.runtime.training_session import TrainingSession, default_options
 
 FILE = click.Path(path_type=Path, dir_okay=False, exists=True)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from moe_onnx.adapters.cards import card_files
 from moe_onnx.adapters.python_ops import SERVED, UNAVAILABLE
 from moe_onnx.cli.shelf import is_fresh, shelf_files
+from moe_onnx.kernels import native
 from moe_onnx.operators import ALL
 from moe_onnx.validation.findings import write_beside
 from moe_onnx.validation.pages import page_files
@@ -35,14 +37,28 @@ def show_info() -> None:
             _CONSOLE.print(f"{package:24} {version(package)}")
         except ModuleNotFoundError:
             _CONSOLE.print(f"{package:24} not installed")
-    if UNAVAILABLE:
-        _CONSOLE.print(f"Python kernels: {UNAVAILABLE}")
+    _show_routes()
     _CONSOLE.print("\nRoutes of each operator, and the float types they take:")
-    table = Table("numpy", "python op", "function body", "operator")
+    table = Table("numpy", "native", "python op", "function body", "operator")
+    compiled = "unavailable" if native.unavailable() else "all"
     for spec in ALL:
         python = "-" if spec.name not in SERVED else "unavailable" if UNAVAILABLE else "fp32, fp64"
-        table.add_row("all", python, "all", spec.name)
+        table.add_row("all", compiled, python, "all", spec.name)
     _CONSOLE.print(table)
+
+
+def _show_routes() -> None:
+    """Print which routes there are, or why not, and what the native library is."""
+    reasons = {"native": native.unavailable(), "python": UNAVAILABLE, "body": ""}
+    _CONSOLE.print()
+    table = Table("route", "available")
+    for route, reason in reasons.items():
+        table.add_row(route, Text(f"no: {reason}" if reason else "yes"))
+    _CONSOLE.print(table)
+    if not reasons["native"]:
+        # Paths are read by people and scripts: in one piece, whatever the width.
+        for line in (f"native library: {native.native_library_path()}", f"built by: {native.build_line()}"):
+            _CONSOLE.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def write_cards(folder: Path, *, check: bool) -> list[Path]:

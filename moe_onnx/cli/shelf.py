@@ -58,7 +58,8 @@ def first_losses(recipe: Recipe) -> dict[str, Any]:
         seed=how.seed,
     )
     graph = build_training_graph(recipe.config, assembly="grad+apply", optimizer=recipe.optimizer)
-    session = TrainingSession(graph, seed=how.seed, lr=how.lr, sess_options=default_options(1))
+    options = default_options(1)
+    session = TrainingSession(graph, seed=how.seed, lr=how.lr, kernels="body", sess_options=options)
     losses = [session.step(data.next_batch())["loss"] for _ in range(STEPS)]
     return {
         "data": f"{len(drawn)} words of {len(words)}, drawn by numpy's PCG64(0); see moe_onnx/cli/shelf.py",

@@ -1,9 +1,10 @@
 """Legalize: what a route cannot take, said in a way it can. Checks every ``ascend.moe`` node first.
 
-For every route attributes are written out, absent inputs become empty constants, and functions that
-hold ``ascend.moe`` nodes are inlined. For the Python route nodes move to the session's domain, with
-exact Casts to float32 round those of 16-bit dtype (the float32 op and one Cast are bit-equal to the
-16-bit op). 16-bit nodes that copy bits stay: Casts change NaNs. Nodes that stay get function bodies.
+For every route attributes are written out, and functions that hold ``ascend.moe`` nodes are inlined.
+The native route needs no more, not even function bodies. For the others absent inputs become empty
+constants. For the Python route nodes move to the session's domain, with exact Casts to float32 round
+those of 16-bit dtype (the float32 op and one Cast are bit-equal to the 16-bit op). 16-bit nodes that
+copy bits stay: Casts change NaNs. Nodes that stay get function bodies.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Legalized:
     """A legalized model, the nodes each route serves, and the reasons for what was done."""
 
     model: ModelProto
+    native_nodes: int = 0
     python_nodes: int = 0
     body_nodes: int = 0
     notes: list[str] = field(default_factory=list)
@@ -54,11 +56,10 @@ def uses_domain(model: ModelProto) -> bool:
 
 
 def legalize(model: ModelProto, *, route: str, session: int = 0, body_domain: str = DOMAIN) -> Legalized:
-    """A copy of ``model`` that ``route`` (``"python"`` or ``"body"``) can run.
+    """A copy of ``model`` that ``route`` (``"native"``, ``"python"`` or ``"body"``) can run.
 
-    ``session`` is what the Python ops park their errors under. Bodies of operators that have a
-    Python kernel go by ``body_domain``: where kernels are registered, as they are for the Python
-    route, they would shadow a body in ``ascend.moe``.
+    ``session`` is what the Python ops park their errors under. Bodies go by ``body_domain``: where
+    kernels are registered, they would shadow a body in ``ascend.moe``.
 
     Raises:
         ModelError, AttributeValueError: If an ``ascend.moe`` node is wrong; the message names it.
@@ -71,7 +72,7 @@ def legalize(model: ModelProto, *, route: str, session: int = 0, body_domain: st
     _import_domains(model)
     model = _inline_callers(model)
     done = Legalized(model)
-    _replace_bodies(model, done)
+    _replace_bodies(model, done, keep=route != "native" and body_domain == DOMAIN)
     scopes = list(_value_types(model))
     names = _names(model)
     for graph, types in zip(list(_graphs(model.graph)), scopes, strict=True):
@@ -84,6 +85,10 @@ def legalize(model: ModelProto, *, route: str, session: int = 0, body_domain: st
             spec = BY_NAME[node.op_type]
             _check_arity(spec, node)
             given = _check_node(spec, node, types)
+            if route == "native":
+                graph.node.append(_to_native(spec, node, names))
+                done.native_nodes += 1
+                continue
             dtypes = _dtypes(spec, given)
             graph.node.extend(_fill_inputs(spec, node, dtypes[0], names))
             served = spec.name in SERVED
@@ -93,10 +98,10 @@ def legalize(model: ModelProto, *, route: str, session: int = 0, body_domain: st
             else:
                 if route == "python" and served:
                     done.notes.append(f"node '{node.name}' runs its function body: {why_not}")
-                _to_body(spec, node, body_domain if served else DOMAIN)
+                _to_body(spec, node, body_domain)
                 graph.node.append(node)
                 done.body_nodes += 1
-    _finish(model)
+    _finish(model, bodies=route != "native")
     return done
 
 
@@ -194,15 +199,16 @@ def _import_domains(model: ModelProto) -> None:
         model.opset_import.append(helper.make_opsetid(DOMAIN, VERSION))
 
 
-def _replace_bodies(model: ModelProto, done: Legalized) -> None:
+def _replace_bodies(model: ModelProto, done: Legalized, *, keep: bool) -> None:
     """A function by the name of an operator means that operator, whatever it was made of."""
     opset = _opset(model)
     for function in list(model.functions):
         if function.domain == DOMAIN and function.name in BY_NAME:
-            if opset >= OLDEST_OPSET and function.node == function_body(function.name, opset).node:
+            own = opset >= OLDEST_OPSET and function.node == function_body(function.name, opset).node
+            if own and keep:
                 continue
             model.functions.remove(function)
-            if function.node:
+            if function.node and not own:
                 done.notes.append(
                     f"function {DOMAIN}::{function.name} of the model is not this package's body and "
                     "was replaced by it"
@@ -303,7 +309,9 @@ def _check_node(spec: OpSpec, node: NodeProto, types: dict[str, TensorInfo]) -> 
         legal, _ = spec.check(infos, _attributes(spec, node))
     except MoeOnnxError as error:
         message = f"{error} (node '{node.name}')"
-        raise type(error)(message, op=spec.name, aclnn_status=error.aclnn_status) from error
+        named = type(error)(message, op=spec.name, aclnn_status=error.aclnn_status)
+        named.node = node.name or None
+        raise named from error
     del node.attribute[:]
     node.attribute.extend(helper.make_attribute(k, v) for k, v in legal.items() if v not in (None, ()))
     return infos + [None] * (len(spec.inputs) - len(infos))
@@ -323,6 +331,13 @@ def _why_not_python(spec: OpSpec, dtypes: list[str]) -> str:
     if dtypes[0] in _SIXTEEN_BIT and spec.copies_without in absent:
         return f"without '{spec.copies_without}' it copies bits, and Casts lose the payload of NaNs"
     return ""
+
+
+def _to_native(spec: OpSpec, node: NodeProto, names: set[str]) -> NodeProto:
+    # onnxruntime lets all outputs of a custom op be blank but the first.
+    node.output[0] = node.output[0] or _fresh(f"{node.name or spec.name}/{spec.outputs[0].name}", names)
+    node.name = node.name or node.output[0]  # what an error names
+    return node
 
 
 def _to_body(spec: OpSpec, node: NodeProto, domain: str) -> None:
@@ -425,13 +440,13 @@ def _cast(source: str, target: str, dtype: str) -> NodeProto:
     return helper.make_node("Cast", [source], [target], name=target, to=elem)
 
 
-def _finish(model: ModelProto) -> None:
+def _finish(model: ModelProto, *, bodies: bool) -> None:
     """Add the function bodies that are needed and missing, and the opset imports."""
     used = {(n.domain, n.op_type) for g in _graphs(model.graph) for n in g.node}
     opset = _opset(model)
     present = {(f.domain, f.name) for f in model.functions}
     for domain, name in sorted(used - present):
-        if domain in (DOMAIN, BODY_DOMAIN) and name in BY_NAME:
+        if bodies and domain in (DOMAIN, BODY_DOMAIN) and name in BY_NAME:
             function = function_body(name, opset)
             function.domain = domain
             model.functions.append(function)

@@ -15,14 +15,16 @@ import onnxruntime
 from google.protobuf.message import DecodeError, EncodeError
 
 from moe_onnx.adapters import python_ops
-from moe_onnx.errors import BodyCheckError, DtypeError, ModelError, MoeOnnxError, OptionError
+from moe_onnx.errors import BodyCheckError, DtypeError, ModelError, MoeOnnxError
 from moe_onnx.rewrite.legalize import BODY_DOMAIN, Legalized, legalize, uses_domain
 from moe_onnx.runtime.interrupts import interrupts_deferred
+from moe_onnx.runtime.native_errors import native_error
 from moe_onnx.runtime.ort_values import NUMPY_DTYPES, to_numpy, to_ort_value
-from moe_onnx.runtime.register import register
+from moe_onnx.runtime.register import choose, register
+from moe_onnx.runtime.routes import check_kernels
 
-KERNELS = ("auto", "python", "body")
 _FOLDER = "session.model_external_initializers_file_folder_path"
+_TWICE = ("Conflicting with a registered kernel", "Domain already set in registry")
 _RULE = re.compile(r"Name:'(?:_inlfunc_\w*?_)?(Moe\w+): ([^']+)'")
 
 
@@ -36,15 +38,22 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
     Args:
         path_or_bytes: A path, the bytes of a model, or a ``ModelProto``.
-        sess_options: Session options; the custom-op library is registered on them if need be.
+        sess_options: Session options; a library of kernels is registered on them if need be. What they
+            have been given stays: use others for a session by other kernels.
         providers: As in onnxruntime; CPUExecutionProvider by default.
         provider_options: As in onnxruntime.
-        kernels: ``"python"``: the backward operators as Python custom ops (all checks, errors that
-            name position and value). ``"body"``: the function bodies only, in standard ops.
-            ``"auto"``: the first of these that is available and that the model can use.
+        kernels: ``"native"``: all operators by the library in C++ (all dtypes, all checks, errors that
+            name position and value). ``"python"``: the backward operators as Python custom ops, with
+            the same checks. ``"body"``: the function bodies only, in standard ops. ``"auto"``: what
+            ``sess_options`` have already, else the first of these that is available.
+
+    Attributes:
+        moe_kernels: How many nodes each kind of kernel runs.
+        moe_notes: What was changed in the model for it, and why.
 
     Raises:
-        OptionError: If ``kernels`` is none of these.
+        OptionError: If ``kernels`` is none of these, or ``sess_options`` have other kernels already.
+        ModelError: If those kernels are not available here; says why.
         ModelError, AttributeValueError: If an ``ascend.moe`` node is wrong.
     """
 
@@ -58,23 +67,25 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         kernels: str = "auto",
         **kwargs: Any,
     ) -> None:
-        if kernels not in KERNELS:
-            raise OptionError(f"kernels must be one of {', '.join(map(repr, KERNELS))}, got {kernels!r}.")
-        if kernels == "python":
-            python_ops.library_path()  # says what is missing
+        check_kernels(kernels)
         self._number = next(python_ops.SESSION_NUMBERS)
-        self.moe_kernels: dict[str, int] = {"python": 0, "body": 0}
+        self.moe_kernels: dict[str, int] = {"native": 0, "python": 0, "body": 0}
         self.moe_notes: list[str] = []
         options = sess_options if sess_options is not None else onnxruntime.SessionOptions()
         self._lock = threading.Lock() if _is_parallel(options) else None
         model, folder = _load(path_or_bytes)
         source: Any = path_or_bytes
         if model is not None and uses_domain(model):
+            kernels = choose(kernels, sess_options, "native", "python", "body")
             done = _legalize(model, kernels, self._number)
-            self.moe_kernels = {"python": done.python_nodes, "body": done.body_nodes}
+            self.moe_kernels |= {
+                "native": done.native_nodes,
+                "python": done.python_nodes,
+                "body": done.body_nodes,
+            }
             self.moe_notes = done.notes
-            if done.python_nodes:
-                register(options)
+            if done.native_nodes or done.python_nodes:
+                register(options, kernels)
             if folder is not None and _has_external_data(model):
                 options.add_session_config_entry(_FOLDER, folder)
             source = _encode(done.model)
@@ -85,12 +96,14 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         try:
             super().__init__(source, options, providers, provider_options, **kwargs)
         except Exception as error:
-            if "Conflicting with a registered kernel" not in str(error):
+            if own := native_error(str(error)):
+                raise own from error
+            if not any(text in str(error) for text in _TWICE):
                 raise
             raise ModelError(
                 "The session options already had the library of onnxruntime-extensions registered, before "
-                "the operators of moe_onnx were in it, or twice. Import moe_onnx first and use new "
-                "SessionOptions with moe_onnx.register."
+                "the operators of moe_onnx were in it, or a library of kernels twice, before moe_onnx was "
+                "imported. Import moe_onnx first and use new SessionOptions with moe_onnx.register."
             ) from error
         self._inputs = {arg.name: arg.type for arg in self.get_inputs()}
         self._outputs = {arg.name: arg.type for arg in self.get_outputs()}
@@ -148,6 +161,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             parked = python_ops.POST.take(self._number, any_thread=self._lock is not None)
             if parked:
                 results, error = [], str(_named(*parked[0]))
+            elif own := native_error(error):
+                error = str(own)
             callback(results, data, error)
 
         super().run_async(output_names, input_feed, checked, user_data, run_options)
@@ -176,11 +191,14 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         if parked:
             raise _named(*parked[0]) from failure
         if failure is not None:
+            if own := native_error(str(failure)):
+                raise own from failure
             rule = _RULE.search(str(failure))
             if rule is None:
                 raise failure
             raise BodyCheckError(
-                f'{rule[1]}: {rule[2]}. The function body cannot say where; kernels="python" can.',
+                f"{rule[1]}: {rule[2]}. The function body cannot say where; "
+                'kernels="native" or kernels="python" can.',
                 op=rule[1],
             ) from failure
         return result
@@ -209,9 +227,9 @@ def _check_feed(name: str, value: Any, inputs: Mapping[str, str]) -> None:
 
 
 def _legalize(model: onnx.ModelProto, kernels: str, number: int) -> Legalized:
-    if kernels == "body" or (kernels == "auto" and python_ops.UNAVAILABLE):
+    if kernels == "body":
         return legalize(model, route="body", body_domain=BODY_DOMAIN)
-    return legalize(model, route="python", session=number)
+    return legalize(model, route=kernels, session=number)
 
 
 def _load(source: Any) -> tuple[onnx.ModelProto | None, str | None]:

@@ -17,6 +17,7 @@ from moe_onnx.errors import CheckpointError, ModelError, NonFiniteError, OptionE
 from moe_onnx.runtime.batch import checked_batch
 from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
 from moe_onnx.runtime.interrupts import interrupts_deferred
+from moe_onnx.runtime.register import choose
 from moe_onnx.runtime.session import InferenceSession
 from moe_onnx.runtime.training_state import STEP, Array, BoundGraph, TrainingState, checked_tensors
 
@@ -54,8 +55,8 @@ class TrainingSession:
         parameters: Initial values by name, float32; None: drawn by ``graph.init_parameters(seed)``.
         seed: Of the initial values.
         lr: Learning rate, or a function of the number of the update (1 for the first).
-        kernels: As in :class:`InferenceSession`, but ``"auto"`` is ``"body"``: the faster route, and the
-            indices that the Python ops would check are made by the graph itself.
+        kernels: As in :class:`InferenceSession`, but ``"auto"`` never is ``"python"``: bodies are faster,
+            and the indices that the Python ops would check are made by the graph itself.
         sess_options: onnxruntime's options, for all graphs; None: :func:`default_options`.
         assembly: ``"grad+apply"`` or ``"step"``; None: the first that the graph has.
         non_finite: What a NaN or infinite loss or gradient norm leads to: ``"raise"`` an error, or
@@ -87,7 +88,7 @@ class TrainingSession:
         self.non_finite = non_finite
         self._graph = graph
         self._manifest: Manifest = graph.manifest
-        self._kernels = "body" if kernels == "auto" else kernels
+        self._kernels = choose(kernels, sess_options, "native", "body")
         self._options = default_options() if sess_options is None else sess_options
         self._assembly = _chosen(assembly, self._manifest)
         self._sessions: dict[str, InferenceSession] = {}

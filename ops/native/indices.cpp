@@ -42,4 +42,16 @@ Bits check_unique(const Index& index, std::int64_t rows, const char* why) {
   return named;
 }
 
+Groups::Groups(const std::int32_t* values, std::int64_t count, std::int64_t size)
+    : order(std::size_t(count)), start(std::size_t(size) + 1) {
+  for (std::int64_t i = 0; i < count; ++i) ++start[std::size_t(values[i])];
+  std::int64_t end = 0;
+  for (std::int64_t& place : start) {
+    end += place;
+    place = end;
+  }
+  // From the ends down, which leaves each value's start.
+  for (std::int64_t i = count; i-- > 0;) order[std::size_t(--start[std::size_t(values[i])])] = std::int32_t(i);
+}
+
 }  // namespace moe

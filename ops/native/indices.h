@@ -37,4 +37,13 @@ void check_range(const Index& index, std::int64_t low, std::int64_t high, const 
 // [-1, rows).
 Bits check_unique(const Index& index, std::int64_t rows, const char* why);
 
+// Positions by value, a stable sort: those of value v are order[start[v]] to order[start[v + 1] - 1], ascending.
+// All values are in [0, size).
+struct Groups {
+  Groups(const std::int32_t* values, std::int64_t count, std::int64_t size);
+
+  std::vector<std::int32_t> order;
+  std::vector<std::int64_t> start;
+};
+
 }  // namespace moe

@@ -7,8 +7,8 @@
 #ifndef ASCEND_MOE_VERSION
 #define ASCEND_MOE_VERSION "unknown"
 #endif
-#ifndef ASCEND_MOE_DIGEST
-#define ASCEND_MOE_DIGEST "unknown"
+#ifndef ASCEND_MOE_SOURCES
+#define ASCEND_MOE_SOURCES "unknown"
 #endif
 
 #if defined(_WIN32)
@@ -26,7 +26,9 @@ namespace moe {
   NAME(moe_grouped_matmul_weight_grad)            \
   NAME(moe_init_routing_v2)                       \
   NAME(moe_init_routing_v2_grad)                  \
+  NAME(moe_token_permute_with_routing_map)        \
   NAME(moe_token_permute_with_routing_map_grad)   \
+  NAME(moe_token_unpermute_with_routing_map)      \
   NAME(moe_token_unpermute_with_routing_map_grad)
 #define MOE_DECLARE(name) extern const Spec name;
 MOE_OPERATORS(MOE_DECLARE)
@@ -81,6 +83,6 @@ MOE_EXPORT const char* ascend_moe_build(void) {
                                       "unknown compiler"
 #endif
                                       ", vectors: ") +
-                                  moe::row_table().name + ", sources " ASCEND_MOE_DIGEST;
+                                  moe::row_table().name + ", sources " ASCEND_MOE_SOURCES;
   return text.c_str();
 }

@@ -7,11 +7,19 @@
 
 #include "matmul.h"
 
+// Waking a thread costs some microseconds, so parts are of at least as much work. Tests make them smaller, so that
+// small tensors are worked on by several threads.
+#ifndef ASCEND_MOE_PART_BYTES
+#define ASCEND_MOE_PART_BYTES (1 << 17)
+#endif
+
 namespace moe {
 
 const OrtApi* ort_api = nullptr;
 
 namespace {
+
+constexpr std::int64_t kPartBytes = ASCEND_MOE_PART_BYTES;
 
 
 
@@ -259,7 +267,8 @@ void* Call::allocate(std::size_t index, const std::vector<std::int64_t>& shape) 
   if (index >= count) return nullptr;
   OrtValue* value = nullptr;
   ort::check(ort::KernelContext_GetOutput(context_, index, shape.data(), shape.size(), &value));
-  if (value == nullptr) return nullptr;
+  // An empty tensor that the caller has bound may have an address.
+  if (value == nullptr || std::find(shape.begin(), shape.end(), 0) != shape.end()) return nullptr;
   void* data = nullptr;
   ort::check(ort::GetTensorMutableData(value, &data));
   return data;
@@ -268,8 +277,6 @@ void* Call::allocate(std::size_t index, const std::vector<std::int64_t>& shape) 
 void Call::run_parts(std::int64_t rows, std::int64_t bytes_per_row, void (*run)(void*, std::size_t),
                      const void* task) const {
   if (rows <= 0) return;
-  // Waking a thread costs some microseconds, so parts are of at least as much work.
-  constexpr std::int64_t kPartBytes = 1 << 17;
   const std::int64_t each = std::max<std::int64_t>(1, kPartBytes / std::max<std::int64_t>(1, bytes_per_row));
   Parts parts{task, rows, std::min(each, rows)};
   const std::size_t total = std::size_t((rows + parts.rows_each - 1) / parts.rows_each);

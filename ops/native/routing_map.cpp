@@ -1,6 +1,19 @@
 #include "routing_map.h"
 
+#include <algorithm>
+
 namespace moe {
+
+namespace {
+
+// Numbers as they are, also those that are no sizes.
+std::string show_list(const std::vector<std::int64_t>& values) {
+  std::string text;
+  for (const std::int64_t value : values) text += (text.empty() ? "" : ", ") + std::to_string(value);
+  return "[" + text + "]";
+}
+
+}  // namespace
 
 void require_companion(const char* op, const char* name, bool is_there, const char* beside) {
   if (is_there) return;
@@ -34,6 +47,11 @@ void check_limits(const char* op, const Axes& axes, bool padded) {
   }
 }
 
+void check_sizes(const char* op, const char* name, const std::vector<std::int64_t>& sizes) {
+  if (std::all_of(sizes.begin(), sizes.end(), [](std::int64_t size) { return size >= 0; })) return;
+  AttributeValueError(op, ": attribute '", name, "' must be integers >= 0, got ", show_list(sizes), ".");
+}
+
 void check_restore_shape(const char* op, const std::vector<std::int64_t>& restore, const char* name,
                          const TensorInfo& tensor) {
   if (restore.empty() || !tensor.ranked) return;
@@ -43,24 +61,25 @@ void check_restore_shape(const char* op, const std::vector<std::int64_t>& restor
   }
   if (fits) return;
   ShapeError(op, ": attribute 'restore_shape' must be the shape of '", name, "', ", show(tensor.shape), ", got ",
-             show(Dims(restore.begin(), restore.end())), ".");
+             show_list(restore), ".");
+}
+
+void check_selected(const char* op, std::int64_t token, std::int64_t count, std::int64_t top_k) {
+  if (count <= top_k) return;
+  RoutingMapError(op, ": 'routing_map' may select at most top_k = N / T = ", top_k, " experts per token, got ", count,
+                  " for token ", token, ".");
 }
 
 std::vector<std::int64_t> slot_cells(const char* op, const std::int8_t* map, std::int64_t tokens,
                                      std::int64_t experts, std::int64_t top_k) {
   std::vector<std::int64_t> cells(std::size_t(tokens * top_k), -1);
   for (std::int64_t token = 0; token < tokens; ++token) {
-    const std::int8_t* const chosen = map + token * experts;
     std::int64_t count = 0;
-    for (std::int64_t expert = 0; expert < experts; ++expert) {
-      if (chosen[expert] == 0) continue;
+    for_selected(map + token * experts, experts, [&](std::int64_t expert) {
       if (count < top_k) cells[std::size_t(token * top_k + count)] = token * experts + expert;
       ++count;
-    }
-    if (count > top_k) {
-      RoutingMapError(op, ": 'routing_map' may select at most top_k = N / T = ", top_k, " experts per token, got ",
-                      count, " for token ", token, ".");
-    }
+    });
+    check_selected(op, token, count, top_k);
   }
   return cells;
 }
@@ -70,9 +89,7 @@ std::vector<std::int64_t> row_cells(const char* op, const std::int8_t* map, std:
   // Where each expert's pairs begin, so that the map is read by rows, as it lies.
   std::vector<std::int64_t> next(std::size_t(experts), 0);
   for (std::int64_t token = 0; token < tokens; ++token) {
-    for (std::int64_t expert = 0; expert < experts; ++expert) {
-      next[std::size_t(expert)] += map[token * experts + expert] != 0;
-    }
+    for_selected(map + token * experts, experts, [&](std::int64_t expert) { ++next[std::size_t(expert)]; });
   }
   std::int64_t pairs = 0;
   for (std::int64_t& start : next) {
@@ -86,10 +103,9 @@ std::vector<std::int64_t> row_cells(const char* op, const std::int8_t* map, std:
   }
   std::vector<std::int64_t> cells(std::size_t(num_rows), -1);
   for (std::int64_t token = 0; token < tokens; ++token) {
-    for (std::int64_t expert = 0; expert < experts; ++expert) {
-      const std::int64_t cell = token * experts + expert;
-      if (map[cell] != 0) cells[std::size_t(next[std::size_t(expert)]++)] = cell;
-    }
+    for_selected(map + token * experts, experts, [&](std::int64_t expert) {
+      cells[std::size_t(next[std::size_t(expert)]++)] = token * experts + expert;
+    });
   }
   return cells;
 }

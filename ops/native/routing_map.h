@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "spec.h"
@@ -21,9 +22,32 @@ void check_probs_dtype(const char* op, const char* tokens_name, const TensorInfo
 // top_k <= 512 and top_k <= E without padding, C <= T with it.
 void check_limits(const char* op, const Axes& axes, bool padded);
 
+// Refuses sizes below 0 in an attribute.
+void check_sizes(const char* op, const char* name, const std::vector<std::int64_t>& sizes);
+
 // `restore_shape`, where given, is the shape of the unpermuted tensor.
 void check_restore_shape(const char* op, const std::vector<std::int64_t>& restore, const char* name,
                          const TensorInfo& tensor);
+
+// action(expert) for each expert that one token selects, ascending. `chosen` is the token's row of the map.
+template <typename Action>
+void for_selected(const std::int8_t* chosen, std::int64_t experts, const Action& action) {
+  std::int64_t expert = 0;
+  for (; expert + 8 <= experts; expert += 8) {
+    std::uint64_t eight;  // most are 0 where there are many experts
+    std::memcpy(&eight, chosen + expert, sizeof eight);
+    if (eight == 0) continue;
+    for (std::int64_t i = expert; i < expert + 8; ++i) {
+      if (chosen[i] != 0) action(i);
+    }
+  }
+  for (; expert < experts; ++expert) {
+    if (chosen[expert] != 0) action(expert);
+  }
+}
+
+// A token selects at most top_k experts.
+void check_selected(const char* op, std::int64_t token, std::int64_t count, std::int64_t top_k);
 
 // Cell of each slot, [T*top_k]: slot (t, k) stands for the k-th selected expert of t, ascending; -1 where there is
 // none. The map is [tokens, experts], selected where not 0.

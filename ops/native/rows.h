@@ -10,10 +10,6 @@
 
 namespace moe {
 
-// A whole result of so many bytes is no longer in a cache when it is read. To write it past them saves reading what was
-// there before, a third of what a copy moves.
-constexpr std::size_t kPastCaches = std::size_t(1) << 24;
-
 template <typename T>
 struct Rows {
   // out = sum of `count` rows in order, from +0, rounded once.
@@ -23,9 +19,9 @@ struct Rows {
   // The same of rows that have a bias added first; a null bias adds nothing.
   void (*biased_sum)(T* out, const T* const* rows, const T* const* biases, const Wide<T>* weights, std::size_t count,
                      std::size_t width);
-  // out = in * weight; the second one writes past the caches, for results of kPastCaches bytes and more.
+  // out = in * weight
   void (*scale)(T* out, const T* in, Wide<T> weight, std::size_t width);
-  void (*scale_past)(T* out, const T* in, Wide<T> weight, std::size_t width);
+  void (*scale_past)(T* out, const T* in, Wide<T> weight, std::size_t width);  // past the caches
   // sum of a * b
   Wide<T> (*dot)(const T* a, const T* b, std::size_t width);
   // sum of (a + bias) * b
@@ -41,10 +37,14 @@ struct RowTable {
   Rows<float16> f16;
   Rows<bfloat16> bf16;
   Rows<double> f64;
-  // Copies bytes; the second one writes past the caches.
+  // Copies bytes.
   void (*copy)(void* out, const void* in, std::size_t bytes);
-  void (*copy_past)(void* out, const void* in, std::size_t bytes);
+  void (*copy_past)(void* out, const void* in, std::size_t bytes);  // past the caches
 };
+
+// An output of so many bytes is out of the caches before anyone reads it. Written past them, its lines are not read
+// from memory first, which is half of the traffic.
+constexpr std::size_t kPastCaches = std::size_t(32) << 20;
 
 extern const RowTable rows_baseline;
 #if defined(__x86_64__) || defined(_M_X64)

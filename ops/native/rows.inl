@@ -96,38 +96,6 @@ inline void store(float16* out, Floats value) {
 #endif
 }
 
-// The same past the caches, where the processor can; `out` is a multiple of what is written.
-template <typename T, typename V>
-void store_past(T* out, V value) {
-  constexpr std::size_t bytes = sizeof(T) * sizeof(V) / sizeof(Wide<T>);
-  alignas(bytes) T made[bytes / sizeof(T)];
-  store(made, value);
-#if defined(__AVX512F__)
-  if constexpr (bytes == 64) return _mm512_stream_si512(reinterpret_cast<__m512i*>(out), *(const __m512i*)made);
-#endif
-#if defined(__AVX2__)
-  if constexpr (bytes == 32) return _mm256_stream_si256(reinterpret_cast<__m256i*>(out), *(const __m256i*)made);
-#endif
-#if defined(__x86_64__) || defined(_M_X64)
-  if constexpr (bytes == 16) return _mm_stream_si128(reinterpret_cast<__m128i*>(out), *(const __m128i*)made);
-  if constexpr (bytes == 8) {
-    long long word;
-    std::memcpy(&word, made, sizeof word);
-    return _mm_stream_si64(reinterpret_cast<long long*>(out), word);
-  }
-#endif
-  std::memcpy(static_cast<void*>(out), made, bytes);
-}
-
-// What was written past the caches is seen by other threads only behind a fence.
-inline void fence() {
-#if defined(__x86_64__) || defined(_M_X64)
-  _mm_sfence();
-#endif
-}
-
-inline bool is_aligned(const void* out) { return reinterpret_cast<std::uintptr_t>(out) % kBytes == 0; }
-
 // Elements that are made side by side, so that the sums stay in registers.
 constexpr int kTogether = 4;
 
@@ -193,16 +161,6 @@ void scale(T* out, const T* in, Wide<T> weight, std::size_t width) {
   for (; i < width; ++i) narrow(widen(in[i]) * weight, out[i]);
 }
 
-template <typename T>
-void scale_past(T* out, const T* in, Wide<T> weight, std::size_t width) {
-  if (!is_aligned(out)) return scale(out, in, weight, width);
-  constexpr std::size_t size = Vector<T>::size;
-  std::size_t i = 0;
-  for (; i + size <= width; i += size) store_past(out + i, load(in + i) * weight);
-  for (; i < width; ++i) narrow(widen(in[i]) * weight, out[i]);
-  fence();
-}
-
 constexpr int kLanes = 32;
 
 // Both products: `bias` is null where there is none.
@@ -262,20 +220,50 @@ void copy(void* out, const void* in, std::size_t bytes) {
   if (bytes) std::memcpy(out, in, bytes);
 }
 
-void copy_past(void* out, const void* in, std::size_t bytes) {
-  if (!is_aligned(out)) return copy(out, in, bytes);
-  float* const to = static_cast<float*>(out);
-  const float* const from = static_cast<const float*>(in);
-  std::size_t i = 0;
-  for (; (i + kFloats) * sizeof(float) <= bytes; i += kFloats) store_past(to + i, load(from + i));
-  copy(to + i, from + i, bytes - i * sizeof(float));
-  fence();
+#if defined(__x86_64__) || defined(_M_X64)
+inline void store_past(char* out, const char* in) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(out), _mm512_loadu_si512(in));
+#elif defined(__AVX2__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(out), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in)));
+#else
+  _mm_stream_si128(reinterpret_cast<__m128i*>(out), _mm_loadu_si128(reinterpret_cast<const __m128i*>(in)));
+#endif
+}
+
+void copy_past(void* to, const void* from, std::size_t bytes) {
+  constexpr std::size_t kLine = 64;
+  char* out = static_cast<char*>(to);
+  const char* in = static_cast<const char*>(from);
+  const std::size_t head = (0 - reinterpret_cast<std::uintptr_t>(to)) % kLine;
+  if (bytes < head + kLine) return copy(to, from, bytes);
+  copy(out, in, head);
+  std::size_t i = head;
+  for (; i + kLine <= bytes; i += kLine) {
+    for (std::size_t j = 0; j < kLine; j += kBytes) store_past(out + i + j, in + i + j);
+  }
+  copy(out + i, in + i, bytes - i);
+  _mm_sfence();  // such stores are in no order with others
+}
+#else
+void copy_past(void* out, const void* in, std::size_t bytes) { copy(out, in, bytes); }
+#endif
+
+template <typename T>
+void scale_past(T* out, const T* in, Wide<T> weight, std::size_t width) {
+  constexpr std::size_t kPart = 4096 / sizeof(T);  // stays in the first cache
+  T part[kPart];
+  for (std::size_t i = 0; i < width; i += kPart) {
+    const std::size_t count = width - i < kPart ? width - i : kPart;
+    scale(part, in + i, weight, count);
+    copy_past(out + i, part, count * sizeof(T));
+  }
 }
 
 template <typename T>
 constexpr Rows<T> rows_for() {
-  return {sum<T>, weighted_sum<T>, biased_sum<T>, scale<T>,     scale_past<T>,
-          dot<T>, biased_dot<T>,   widen_all<T>,  narrow_all<T>};
+  return {sum<T>,        weighted_sum<T>, biased_sum<T>, scale<T>, scale_past<T>, dot<T>,
+          biased_dot<T>, widen_all<T>,    narrow_all<T>};
 }
 
 }  // namespace

@@ -76,8 +76,8 @@ PYTHON_FORM = code(
     "note",
     "A node is not in the form that the Python kernels need in a plain session",
     why="onnxruntime's Python operators know no defaults and no optional inputs: a plain session with "
-    "onnxruntime-extensions registered refuses the model. `moe_onnx.InferenceSession` fills both in, and "
-    "the function bodies do without.",
+    "onnxruntime-extensions registered refuses the model. `moe_onnx.InferenceSession` fills both in; the "
+    "native kernels and the function bodies do without.",
     mend="Write all attributes out at their defaults, and pass an empty [0, 0] tensor for an absent input.",
 )
 NO_BODY = code(

@@ -149,7 +149,7 @@ def is_served(domain: str, op: str) -> bool:
     try:
         onnxruntime.InferenceSession(
             model.SerializeToString(),
-            register(options),
+            register(options, "python"),
             providers=["CPUExecutionProvider"],
             enable_fallback=0,
         )

@@ -19,10 +19,10 @@ ROUTES_DIFFER = code(
     "MO811",
     "error",
     "The routes give different outputs",
-    why="The Python kernels, the function bodies of this package and the bodies in the file must mean the "
-    "same. A body of the same domain and name that means something else is used silently wherever the "
-    "kernels are not registered, and shadowed where they are (measured with onnxruntime 1.32). Illegal "
-    "indices are the other reason: the Python kernels refuse what bodies cannot all check.",
+    why="The native and Python kernels, the function bodies of this package and the bodies in the file must "
+    "mean the same. A body of the same domain and name that means something else is used silently wherever "
+    "no kernels are registered, and shadowed where they are (measured with onnxruntime 1.32). Illegal "
+    "indices are the other reason: kernels refuse what bodies cannot all check.",
     mend="Export the model again, so that it has this package's bodies; look at the node that is named.",
 )
 NOT_DETERMINISTIC = code(

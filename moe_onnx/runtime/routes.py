@@ -1,0 +1,46 @@
+"""Which kernels can run the operators here, and which do."""
+
+from __future__ import annotations
+
+import logging
+
+from moe_onnx.adapters import python_ops
+from moe_onnx.errors import ModelError, OptionError
+from moe_onnx.kernels import native
+
+KERNELS = ("auto", "native", "python", "body")
+_LOG = logging.getLogger("moe_onnx")
+_told: list[str] = []  # once in a process
+
+
+def check_kernels(kernels: str, legal: tuple[str, ...] = KERNELS) -> None:
+    """Refuse what is no route, and a route that is asked for by name and cannot be had.
+
+    Raises:
+        OptionError: If ``kernels`` is none of ``legal``.
+        ModelError: If that route is not available here; says why.
+    """
+    if kernels not in legal:
+        raise OptionError(f"kernels must be one of {', '.join(map(repr, legal))}, got {kernels!r}.")
+    if kernels == "native":
+        native.native_library_path()
+    if kernels == "python":
+        python_ops.library_path()
+
+
+def best(*routes: str) -> str:
+    """The first of these that is available; if that is not ``"native"``, the reason is logged once.
+
+    Raises:
+        ModelError: If none is.
+    """
+    why_not = {"native": native.unavailable(), "python": python_ops.UNAVAILABLE, "body": ""}
+    found = next((route for route in routes if not why_not[route]), None)
+    if found is None:
+        reasons = " ".join(f"{route}: {why_not[route].rstrip('.')}." for route in routes)
+        raise ModelError(f"No kernels are available. {reasons}")
+    if found != "native" and "native" in routes and not _told:
+        _told.append(found)
+        level = logging.INFO if native.is_switched_off() else logging.WARNING
+        _LOG.log(level, "kernels='auto' is %r: no native kernels, %s", found, why_not["native"])
+    return found
