@@ -47,7 +47,7 @@ struct RowTable {
 constexpr std::size_t kPastCaches = std::size_t(32) << 20;
 
 extern const RowTable rows_baseline;
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(ASCEND_MOE_AVX2)
 extern const RowTable rows_avx2;
 extern const RowTable rows_avx512;
 #endif
