@@ -54,10 +54,32 @@ inline Doubles load(const double* in) {
   return out;
 }
 
+// Compilers split conversions between 16 and 32 bits in two where one instruction does it.
+inline Words widen_bits(Halves bits) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_maskz_cvtepu16_epi32(__mmask16(-1), (__m256i)bits);
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu16_epi32((__m128i)bits);
+#else
+  return __builtin_convertvector(bits, Words);
+#endif
+}
+
+// Of numbers below 2^16.
+inline Halves narrow_bits(Words bits) {
+#if defined(__AVX512F__)
+  return (Halves)_mm512_maskz_cvtepi32_epi16(__mmask16(-1), (__m512i)bits);
+#elif defined(__AVX2__)
+  return (Halves)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)bits), _mm256_extracti128_si256((__m256i)bits, 1));
+#else
+  return __builtin_convertvector(bits, Halves);
+#endif
+}
+
 inline Floats load(const bfloat16* in) {
   Halves bits;
   std::memcpy(&bits, in, sizeof bits);
-  return (Floats)(__builtin_convertvector(bits, Words) << 16);
+  return (Floats)(widen_bits(bits) << 16);
 }
 
 inline Floats load(const float16* in) {
@@ -80,7 +102,7 @@ inline void store(bfloat16* out, Floats value) {
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const Words nan = (bits >> 16) | 0x40;
   const Words is_nan = (Words)((Signed)(bits & 0x7fffffff) > (Signed)(Words{} + 0x7f800000));
-  const Halves halves = __builtin_convertvector((nan & is_nan) | (rounded & ~is_nan), Halves);
+  const Halves halves = narrow_bits((nan & is_nan) | (rounded & ~is_nan));
   std::memcpy(out, &halves, sizeof halves);
 }
 
