@@ -33,7 +33,8 @@ Infos shapes(const Infos& inputs, const Attributes& attributes) {
     const Dim cells = tokens.known() && experts.known() ? Dim(tokens.value * experts.value) : Dim();
     axes.bind('N', slots, "attribute 'num_out_tokens'");
     if (padded && slots == 0 && cells.value > 0) {
-      AttributeValueError(kName, ": attribute 'num_out_tokens' must be > 0 with drop_and_pad, got 0. Give E * C, with E = ",
+      AttributeValueError(kName,
+                          ": attribute 'num_out_tokens' must be > 0 with drop_and_pad, got 0. Give E * C, with E = ",
                           experts.value, " and C rows for each expert.");
     }
     if (padded) {
@@ -145,11 +146,12 @@ void copy_tokens(Call& call, const Plan& plan, char* out, std::int64_t row_bytes
   const std::int64_t num_tokens = call.size(kTokens, 0);
   const std::int64_t pairs = std::int64_t(plan.cells.size()), slots = std::int64_t(plan.index.size());
   const std::int64_t rows_each = pairs / std::max<std::int64_t>(num_tokens, 1);
+  const bool past = std::size_t(slots * row_bytes) >= kPastCaches;
+  const auto copy = past ? row_table().copy_past : row_table().copy;
   call.parallel(num_tokens, (rows_each + 1) * row_bytes, [=, &plan](std::int64_t begin, std::int64_t end) {
     for (std::int64_t token = begin; token < end; ++token) {
       for (std::int64_t i = plan.start[std::size_t(token)]; i < plan.start[std::size_t(token) + 1]; ++i) {
-        row_table().copy(out + plan.rows[std::size_t(i)] * row_bytes, tokens + token * row_bytes,
-                         std::size_t(row_bytes));
+        copy(out + plan.rows[std::size_t(i)] * row_bytes, tokens + token * row_bytes, std::size_t(row_bytes));
       }
     }
   });

@@ -148,11 +148,12 @@ void copy_rows(Call& call, const Plan& plan) {
   const T* const grad = call.input<T>(kGrad);
   const auto *index = call.input<std::int32_t>(kIndex), *token = call.input<std::int32_t>(kToken);
   const std::int64_t bytes = plan.hidden * std::int64_t(sizeof(T));
+  const auto copy = plan.rows * bytes >= std::int64_t(kPastCaches) ? row_table().copy_past : row_table().copy;
   call.parallel(plan.rows, 2 * bytes, [=, &plan](std::int64_t begin, std::int64_t end) {
     for (std::int64_t slot = begin; slot < end; ++slot) {
       if (index[slot] < 0) continue;
       const T* const from = grad + plan.token(token, slot) * plan.hidden;
-      row_table().copy(rows_grad + index[slot] * plan.hidden, from, std::size_t(bytes));
+      copy(rows_grad + index[slot] * plan.hidden, from, std::size_t(bytes));
     }
   });
   zero_unnamed(call, plan, rows_grad);
@@ -166,6 +167,8 @@ void weigh_rows(Call& call, const Plan& plan) {
   const P* const probs = call.input<P>(kProbs);
   const auto *index = call.input<std::int32_t>(kIndex), *token = call.input<std::int32_t>(kToken);
   const std::size_t width = std::size_t(plan.hidden);
+  const bool past = std::size_t(plan.rows) * width * sizeof(T) >= kPastCaches;
+  const auto scale = past ? rows_of<T>().scale_past : rows_of<T>().scale;
   if (probs_grad != nullptr) {
     std::memset(static_cast<void*>(probs_grad), 0, std::size_t(plan.tokens * plan.experts) * sizeof(P));
   }
@@ -183,7 +186,7 @@ void weigh_rows(Call& call, const Plan& plan) {
         continue;
       }
       const T* const moved = grad + from * plan.hidden;
-      rows_of<T>().scale(out, moved, widen(probs[cell]), width);
+      scale(out, moved, widen(probs[cell]), width);
       if (probs_grad == nullptr) continue;
       const Wide<T> dot = rows_of<T>().dot(permuted + row * plan.hidden, moved, width);
       if (plan.padded) {

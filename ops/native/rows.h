@@ -21,6 +21,7 @@ struct Rows {
                      std::size_t width);
   // out = in * weight
   void (*scale)(T* out, const T* in, Wide<T> weight, std::size_t width);
+  void (*scale_past)(T* out, const T* in, Wide<T> weight, std::size_t width);  // past the caches
   // sum of a * b
   Wide<T> (*dot)(const T* a, const T* b, std::size_t width);
   // sum of (a + bias) * b
@@ -36,9 +37,17 @@ struct RowTable {
   Rows<float16> f16;
   Rows<bfloat16> bf16;
   Rows<double> f64;
-  // Copies bytes; past the caches where they are many and will not be read soon.
+  // Copies bytes.
   void (*copy)(void* out, const void* in, std::size_t bytes);
+  void (*copy_past)(void* out, const void* in, std::size_t bytes);  // past the caches
 };
+
+// An output of so many bytes is out of the caches before anyone reads it. Written past them, its lines are not read
+// from memory first, which is half of the traffic.
+#ifndef ASCEND_MOE_PAST_BYTES  // smaller in tests
+#define ASCEND_MOE_PAST_BYTES (std::size_t(32) << 20)
+#endif
+constexpr std::size_t kPastCaches = ASCEND_MOE_PAST_BYTES;
 
 extern const RowTable rows_baseline;
 #if defined(__x86_64__) || defined(_M_X64)

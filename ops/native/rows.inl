@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX2__)
+#if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
 #endif
 
@@ -220,10 +220,50 @@ void copy(void* out, const void* in, std::size_t bytes) {
   if (bytes) std::memcpy(out, in, bytes);
 }
 
+#if defined(__x86_64__) || defined(_M_X64)
+inline void store_past(char* out, const char* in) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(out), _mm512_loadu_si512(in));
+#elif defined(__AVX2__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(out), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in)));
+#else
+  _mm_stream_si128(reinterpret_cast<__m128i*>(out), _mm_loadu_si128(reinterpret_cast<const __m128i*>(in)));
+#endif
+}
+
+void copy_past(void* to, const void* from, std::size_t bytes) {
+  constexpr std::size_t kLine = 64;
+  char* out = static_cast<char*>(to);
+  const char* in = static_cast<const char*>(from);
+  const std::size_t head = (0 - reinterpret_cast<std::uintptr_t>(to)) % kLine;
+  if (bytes < head + kLine) return copy(to, from, bytes);
+  copy(out, in, head);
+  std::size_t i = head;
+  for (; i + kLine <= bytes; i += kLine) {
+    for (std::size_t j = 0; j < kLine; j += kBytes) store_past(out + i + j, in + i + j);
+  }
+  copy(out + i, in + i, bytes - i);
+  _mm_sfence();  // such stores are in no order with others
+}
+#else
+void copy_past(void* out, const void* in, std::size_t bytes) { copy(out, in, bytes); }
+#endif
+
+template <typename T>
+void scale_past(T* out, const T* in, Wide<T> weight, std::size_t width) {
+  constexpr std::size_t kPart = 4096 / sizeof(T);  // stays in the first cache
+  T part[kPart];
+  for (std::size_t i = 0; i < width; i += kPart) {
+    const std::size_t count = width - i < kPart ? width - i : kPart;
+    scale(part, in + i, weight, count);
+    copy_past(out + i, part, count * sizeof(T));
+  }
+}
+
 template <typename T>
 constexpr Rows<T> rows_for() {
-  return {sum<T>,        weighted_sum<T>, biased_sum<T>, scale<T>, dot<T>,
-          biased_dot<T>, widen_all<T>,    narrow_all<T>};
+  return {sum<T>, weighted_sum<T>, biased_sum<T>, scale<T>,     scale_past<T>,
+          dot<T>, biased_dot<T>,   widen_all<T>,  narrow_all<T>};
 }
 
 }  // namespace
@@ -231,7 +271,7 @@ constexpr Rows<T> rows_for() {
 #define MOE_STRING(name) #name
 #define MOE_NAME(name) MOE_STRING(name)
 extern const RowTable MOE_ROWS = {
-    MOE_NAME(MOE_ROWS), rows_for<float>(), rows_for<float16>(), rows_for<bfloat16>(), rows_for<double>(), copy,
+    MOE_NAME(MOE_ROWS), rows_for<float>(), rows_for<float16>(), rows_for<bfloat16>(), rows_for<double>(), copy, copy_past,
 };
 
 }  // namespace moe
