@@ -44,7 +44,10 @@ struct RowTable {
 
 // An output of so many bytes is out of the caches before anyone reads it. Written past them, its lines are not read
 // from memory first, which is half of the traffic.
-constexpr std::size_t kPastCaches = std::size_t(32) << 20;
+#ifndef ASCEND_MOE_PAST_BYTES  // smaller in tests
+#define ASCEND_MOE_PAST_BYTES (std::size_t(32) << 20)
+#endif
+constexpr std::size_t kPastCaches = ASCEND_MOE_PAST_BYTES;
 
 extern const RowTable rows_baseline;
 #if defined(ASCEND_MOE_AVX2)

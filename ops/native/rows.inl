@@ -284,8 +284,8 @@ void scale_past(T* out, const T* in, Wide<T> weight, std::size_t width) {
 
 template <typename T>
 constexpr Rows<T> rows_for() {
-  return {sum<T>,        weighted_sum<T>, biased_sum<T>, scale<T>, scale_past<T>, dot<T>,
-          biased_dot<T>, widen_all<T>,    narrow_all<T>};
+  return {sum<T>, weighted_sum<T>, biased_sum<T>, scale<T>,     scale_past<T>,
+          dot<T>, biased_dot<T>,   widen_all<T>,  narrow_all<T>};
 }
 
 }  // namespace
