@@ -26,6 +26,10 @@ struct Rows {
   Wide<T> (*dot)(const T* a, const T* b, std::size_t width);
   // sum of (a + bias) * b
   Wide<T> (*biased_dot)(const T* a, const T* bias, const T* b, std::size_t width);
+  // Both at once: out = in * weight, and the sum of in * other. `next` is the row that will be `other` next; nothing
+  // is read of it.
+  Wide<T> (*scale_and_dot)(T* out, const T* in, Wide<T> weight, const T* other, const T* next, std::size_t width,
+                           bool past_the_caches);
   // Exact widening and one rounding back.
   void (*widen)(Wide<T>* out, const T* in, std::size_t count);
   void (*narrow)(T* out, const Wide<T>* in, std::size_t count);
