@@ -41,6 +41,20 @@ TOGETHER = {
 BY_ARGUMENT = {"test_goldens.py", "test_validation_intact.py"}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--every N``: only each N-th test, where a whole run would take too long."""
+    parser.addoption("--every", type=int, default=1, metavar="N", help="run only each N-th test")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What ``--every`` leaves out is counted as deselected."""
+    every = config.getoption("--every")
+    if every > 1:
+        left_out = [item for number, item in enumerate(items) if number % every]
+        items[:] = items[::every]
+        config.hook.pytest_deselected(items=left_out)
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     """Whether the native route is among the tested ones, and which library it is."""
     from moe_onnx.kernels import native
