@@ -39,7 +39,7 @@ def show_info() -> None:
             _CONSOLE.print(f"{package:24} not installed")
     _show_routes()
     _CONSOLE.print("\nRoutes of each operator, and the float types they take:")
-    table = Table("numpy", "native", "python op", "function body", "operator")
+    table = Table("numpy", "native", "python", "body", "operator")
     compiled = "unavailable" if native.unavailable() else "all"
     for spec in ALL:
         python = "-" if spec.name not in SERVED else "unavailable" if UNAVAILABLE else "fp32, fp64"
