@@ -148,21 +148,31 @@ void weigh_rows(Call& call, const Plan& plan) {
   const Slots& slots = plan.slots;
   const std::int64_t hidden = plan.hidden, bytes = (3 * slots.top_k + 1) * hidden * std::int64_t(sizeof(T));
   const std::size_t width = std::size_t(hidden);
-  const auto scale = plan.is_past_caches(sizeof(T)) ? rows_of<T>().scale_past : rows_of<T>().scale;
-  call.parallel(slots.tokens, bytes, [=](std::int64_t begin, std::int64_t end) {
+  const bool past = plan.is_past_caches(sizeof(T));
+  const Rows<T>& table = rows_of<T>();
+  const auto scale = past ? table.scale_past : table.scale;
+  call.parallel(slots.tokens, bytes, [=, &table](std::int64_t begin, std::int64_t end) {
     for (std::int64_t slot = begin * slots.top_k, token = begin; token < end; ++token) {
       const T* const moved = grad + token * hidden;
       for (std::int64_t k = 0; k < slots.top_k; ++k, ++slot) {
         const std::int64_t row = slots.row(token, k);
-        Wide<T> dot = 0;
-        if (row >= 0) {
-          scale(out + row * hidden, moved, widen(scales[slot]), width);
-          if (grad_scales == nullptr) continue;
-          const T* const from = rows + row * hidden;
-          dot = bias == nullptr ? rows_of<T>().dot(from, moved, width)
-                                : rows_of<T>().biased_dot(from, bias + experts[slot] * hidden, moved, width);
+        if (row < 0) {
+          if (grad_scales != nullptr) narrow(Wide<T>(0), grad_scales[slot]);
+          continue;
         }
-        if (grad_scales != nullptr) narrow(dot, grad_scales[slot]);
+        const Wide<T> weight = widen(scales[slot]);
+        T* const to = out + row * hidden;
+        const T* const from = rows + row * hidden;
+        if (grad_scales == nullptr) {
+          scale(to, moved, weight, width);
+        } else if (bias != nullptr) {
+          scale(to, moved, weight, width);
+          narrow(table.biased_dot(from, bias + experts[slot] * hidden, moved, width), grad_scales[slot]);
+        } else {
+          const std::int64_t next = slot + 1 < end * slots.top_k ? std::int64_t(slots.index[slot + 1]) : row;
+          const T* const ahead = next >= 0 && next < slots.rows ? rows + next * hidden : from;
+          narrow(table.scale_and_dot(to, moved, weight, from, ahead, width, past), grad_scales[slot]);
+        }
       }
     }
   });
