@@ -41,6 +41,13 @@ TOGETHER = {
 BY_ARGUMENT = {"test_goldens.py", "test_validation_intact.py"}
 
 
+def pytest_report_header(config: pytest.Config) -> str:
+    """Whether the native route is among the tested ones, and which library it is."""
+    from moe_onnx.kernels import native
+
+    return f"native kernels: {native.build_line() or native.unavailable()}"
+
+
 def group_of(nodeid: str) -> str:
     """Tests of one group run on one worker."""
     path, _, test = nodeid.partition("::")

@@ -239,6 +239,19 @@ def test_plain_sessions_need_nothing_written_out() -> None:
         assert got.shape() == [8, 3]
 
 
+def test_what_plain_sessions_raise() -> None:
+    """onnxruntime's exception, with the class, the status and the text of the error that the package has."""
+    with pytest.raises(moe_onnx.IndexValueError) as expected:
+        moe_onnx.moe_init_routing_v2_grad(*WRONG.values(), top_k=2)
+    session = ort.InferenceSession(PLAIN_MODEL, moe_onnx.register(quiet()))
+    if not NATIVE:  # Python ops cannot
+        assert np.isnan(session.run(None, WRONG)[0]).all()
+        return
+    with pytest.raises(Exception, match="Name:'the_node'") as caught:
+        session.run(None, WRONG)
+    assert str(caught.value).endswith(f"IndexValueError (aclnn 561002): {expected.value}")
+
+
 def scan_of(node: onnx.NodeProto) -> onnx.ModelProto:
     """The node over a sequence of rows; the index comes from outside."""
     float_, value = TensorProto.FLOAT, helper.make_tensor_value_info

@@ -275,7 +275,7 @@ def test_a05_indices_out_of_range_are_named(
 
 
 def child_a05() -> None:
-    options = moe_onnx.register(options_of())
+    options = moe_onnx.register(options_of(), "python")
     session = ort.InferenceSession(
         make_model(
             GRAD, [V1, V1_INDEX], {"top_k": 2, "drop_pad_mode": 0, "active_num": 0}

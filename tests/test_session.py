@@ -128,10 +128,11 @@ def test_every_source_of_a_model(source: str, kernels: str, tmp_path: Path) -> N
     assert_outputs(session.run(None, feed_of(INIT, inputs)), want)
 
 
-def test_loading_by_path_is_quiet(tmp_path: Path, capfd: Any) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_loading_by_path_is_quiet(kernels: str, tmp_path: Path, capfd: Any) -> None:
     inputs, attributes, _ = call(INIT)
     onnx.save(make_model(INIT, inputs, attributes), tmp_path / "model.onnx")
-    moe_onnx.InferenceSession(tmp_path / "model.onnx")
+    moe_onnx.InferenceSession(tmp_path / "model.onnx", kernels=kernels)
     assert capfd.readouterr() == ("", "")
 
 
@@ -174,10 +175,11 @@ def test_external_data(op: bool, kernels: str, tmp_path: Path, monkeypatch: Any)
         assert_outputs(session.run(None, feed), want)
 
 
-def test_external_data_when_providers_are_set_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_external_data_when_providers_are_set_anew(kernels: str, tmp_path: Path) -> None:
     """``set_providers`` makes the session again, from the same model."""
     path, feed, want = with_external_data(tmp_path)
-    session = moe_onnx.InferenceSession(path)
+    session = moe_onnx.InferenceSession(path, kernels=kernels)
     session.set_providers(["CPUExecutionProvider"])
     assert_outputs(session.run(None, feed), want)
 

@@ -52,7 +52,7 @@ def test_what_onnxruntime_saves_of_recipes(recipe_graph: TrainingGraph, tmp_path
     """It fuses nodes into operators of com.microsoft, imports domains nobody uses, inlines functions."""
     recipe_graph.save(tmp_path)
     for name, optimise in (("grad", "ENABLE_EXTENDED"), ("apply", "ENABLE_ALL"), ("forward", "ENABLE_BASIC")):
-        options = moe_onnx.register(onnxruntime.SessionOptions())
+        options = moe_onnx.register(onnxruntime.SessionOptions(), "python")
         options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_{optimise}")
         options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
         options.intra_op_num_threads = 1

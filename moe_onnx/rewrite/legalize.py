@@ -72,7 +72,7 @@ def legalize(model: ModelProto, *, route: str, session: int = 0, body_domain: st
     _import_domains(model)
     model = _inline_callers(model)
     done = Legalized(model)
-    _replace_bodies(model, done, keep=route != "native")
+    _replace_bodies(model, done, keep=route != "native" and body_domain == DOMAIN)
     scopes = list(_value_types(model))
     names = _names(model)
     for graph, types in zip(list(_graphs(model.graph)), scopes, strict=True):

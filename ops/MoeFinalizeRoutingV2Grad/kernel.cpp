@@ -105,6 +105,9 @@ struct Plan {
   Bits named;
 
   bool has_slot(std::int64_t row) const { return row < named_end && named[row]; }
+  bool is_past_caches(std::size_t element) const {
+    return std::size_t(slots.rows) * std::size_t(hidden) * element >= kPastCaches;
+  }
 };
 
 template <typename T>
@@ -124,10 +127,11 @@ void copy_rows(Call& call, const Plan& plan) {
   if (out == nullptr) return;
   const T* const grad = call.input<T>(kGrad);
   const std::int64_t bytes = plan.hidden * std::int64_t(sizeof(T));
+  const auto copy = plan.is_past_caches(sizeof(T)) ? row_table().copy_past : row_table().copy;
   call.parallel(plan.slots.tokens, 2 * bytes, [=, &plan](std::int64_t begin, std::int64_t end) {
     for (std::int64_t token = begin; token < end; ++token) {
       const std::int64_t row = plan.slots.row(token, 0);
-      if (row >= 0) row_table().copy(out + row * plan.hidden, grad + token * plan.hidden, std::size_t(bytes));
+      if (row >= 0) copy(out + row * plan.hidden, grad + token * plan.hidden, std::size_t(bytes));
     }
   });
   zero_unnamed(call, plan, out);
@@ -144,6 +148,7 @@ void weigh_rows(Call& call, const Plan& plan) {
   const Slots& slots = plan.slots;
   const std::int64_t hidden = plan.hidden, bytes = (3 * slots.top_k + 1) * hidden * std::int64_t(sizeof(T));
   const std::size_t width = std::size_t(hidden);
+  const auto scale = plan.is_past_caches(sizeof(T)) ? rows_of<T>().scale_past : rows_of<T>().scale;
   call.parallel(slots.tokens, bytes, [=](std::int64_t begin, std::int64_t end) {
     for (std::int64_t slot = begin * slots.top_k, token = begin; token < end; ++token) {
       const T* const moved = grad + token * hidden;
@@ -151,7 +156,7 @@ void weigh_rows(Call& call, const Plan& plan) {
         const std::int64_t row = slots.row(token, k);
         Wide<T> dot = 0;
         if (row >= 0) {
-          rows_of<T>().scale(out + row * hidden, moved, widen(scales[slot]), width);
+          scale(out + row * hidden, moved, widen(scales[slot]), width);
           if (grad_scales == nullptr) continue;
           const T* const from = rows + row * hidden;
           dot = bias == nullptr ? rows_of<T>().dot(from, moved, width)

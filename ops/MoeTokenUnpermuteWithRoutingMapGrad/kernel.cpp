@@ -186,9 +186,14 @@ void weigh_rows(Call& call, const Plan& plan) {
         continue;
       }
       const T* const moved = grad + from * plan.hidden;
-      scale(out, moved, widen(probs[cell]), width);
-      if (probs_grad == nullptr) continue;
-      const Wide<T> dot = rows_of<T>().dot(permuted + row * plan.hidden, moved, width);
+      const Wide<T> weight = widen(probs[cell]);
+      if (probs_grad == nullptr) {
+        scale(out, moved, weight, width);
+        continue;
+      }
+      const std::int64_t next = slot + 1 < end && index[slot + 1] >= 0 ? index[slot + 1] : row;
+      const Wide<T> dot = rows_of<T>().scale_and_dot(out, moved, weight, permuted + row * plan.hidden,
+                                                     permuted + next * plan.hidden, width, past);
       if (plan.padded) {
         dots[std::size_t(slot)] = dot;
       } else {

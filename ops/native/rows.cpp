@@ -8,7 +8,7 @@ namespace moe {
 namespace {
 
 const RowTable& best() {
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(ASCEND_MOE_AVX2)
   const char* wish = std::getenv("ASCEND_MOE_VECTORS");
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");

@@ -26,6 +26,10 @@ struct Rows {
   Wide<T> (*dot)(const T* a, const T* b, std::size_t width);
   // sum of (a + bias) * b
   Wide<T> (*biased_dot)(const T* a, const T* bias, const T* b, std::size_t width);
+  // Both at once: out = in * weight, and the sum of in * other. `next` is the row that will be `other` next; nothing
+  // is read of it.
+  Wide<T> (*scale_and_dot)(T* out, const T* in, Wide<T> weight, const T* other, const T* next, std::size_t width,
+                           bool past_the_caches);
   // Exact widening and one rounding back.
   void (*widen)(Wide<T>* out, const T* in, std::size_t count);
   void (*narrow)(T* out, const Wide<T>* in, std::size_t count);
@@ -50,7 +54,7 @@ struct RowTable {
 constexpr std::size_t kPastCaches = ASCEND_MOE_PAST_BYTES;
 
 extern const RowTable rows_baseline;
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(ASCEND_MOE_AVX2)
 extern const RowTable rows_avx2;
 extern const RowTable rows_avx512;
 #endif

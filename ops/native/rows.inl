@@ -54,10 +54,32 @@ inline Doubles load(const double* in) {
   return out;
 }
 
+// Compilers split conversions between 16 and 32 bits in two where one instruction does it.
+inline Words widen_bits(Halves bits) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_maskz_cvtepu16_epi32(__mmask16(-1), (__m256i)bits);
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu16_epi32((__m128i)bits);
+#else
+  return __builtin_convertvector(bits, Words);
+#endif
+}
+
+// Of numbers below 2^16.
+inline Halves narrow_bits(Words bits) {
+#if defined(__AVX512F__)
+  return (Halves)_mm512_maskz_cvtepi32_epi16(__mmask16(-1), (__m512i)bits);
+#elif defined(__AVX2__)
+  return (Halves)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)bits), _mm256_extracti128_si256((__m256i)bits, 1));
+#else
+  return __builtin_convertvector(bits, Halves);
+#endif
+}
+
 inline Floats load(const bfloat16* in) {
   Halves bits;
   std::memcpy(&bits, in, sizeof bits);
-  return (Floats)(__builtin_convertvector(bits, Words) << 16);
+  return (Floats)(widen_bits(bits) << 16);
 }
 
 inline Floats load(const float16* in) {
@@ -80,7 +102,7 @@ inline void store(bfloat16* out, Floats value) {
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const Words nan = (bits >> 16) | 0x40;
   const Words is_nan = (Words)((Signed)(bits & 0x7fffffff) > (Signed)(Words{} + 0x7f800000));
-  const Halves halves = __builtin_convertvector((nan & is_nan) | (rounded & ~is_nan), Halves);
+  const Halves halves = narrow_bits((nan & is_nan) | (rounded & ~is_nan));
   std::memcpy(out, &halves, sizeof halves);
 }
 
@@ -249,21 +271,97 @@ void copy_past(void* to, const void* from, std::size_t bytes) {
 void copy_past(void* out, const void* in, std::size_t bytes) { copy(out, in, bytes); }
 #endif
 
+// A vector of results past the caches; `out` is a multiple of what is written.
+template <typename T, typename V>
+void store_past(T* out, V value) {
+  constexpr std::size_t bytes = sizeof(T) * sizeof(V) / sizeof(Wide<T>);
+  alignas(bytes) T made[bytes / sizeof(T)];
+  store(made, value);
+#if defined(__AVX512F__)
+  if constexpr (bytes == 64) {
+    return _mm512_stream_si512(reinterpret_cast<__m512i*>(out), *reinterpret_cast<const __m512i*>(made));
+  }
+#endif
+#if defined(__AVX2__)
+  if constexpr (bytes == 32) {
+    return _mm256_stream_si256(reinterpret_cast<__m256i*>(out), *reinterpret_cast<const __m256i*>(made));
+  }
+#endif
+#if defined(__x86_64__) || defined(_M_X64)
+  if constexpr (bytes == 16) {
+    return _mm_stream_si128(reinterpret_cast<__m128i*>(out), *reinterpret_cast<const __m128i*>(made));
+  }
+#endif
+  std::memcpy(static_cast<void*>(out), made, bytes);
+}
+
 template <typename T>
 void scale_past(T* out, const T* in, Wide<T> weight, std::size_t width) {
-  constexpr std::size_t kPart = 4096 / sizeof(T);  // stays in the first cache
-  T part[kPart];
-  for (std::size_t i = 0; i < width; i += kPart) {
-    const std::size_t count = width - i < kPart ? width - i : kPart;
-    scale(part, in + i, weight, count);
-    copy_past(out + i, part, count * sizeof(T));
+  constexpr std::size_t size = Vector<T>::size;
+  // What comes before the first whole vector of the output and behind the last is made alone.
+  std::size_t i = 0;
+  for (; i < width && reinterpret_cast<std::uintptr_t>(out + i) % kBytes != 0; ++i) {
+    narrow(widen(in[i]) * weight, out[i]);
   }
+  for (; i + size <= width; i += size) store_past(out + i, load(in + i) * weight);
+  for (; i < width; ++i) narrow(widen(in[i]) * weight, out[i]);
+#if defined(__x86_64__) || defined(_M_X64)
+  _mm_sfence();
+#endif
+}
+
+// The bits of `dot`, and of `scale`. One pass, so that the memory reads while it writes.
+template <bool past, typename T>
+Wide<T> scaled_dot(T* out, const T* in, Wide<T> weight, const T* other, const T* next, std::size_t width) {
+  using V = typename Vector<T>::type;
+  constexpr int size = Vector<T>::size;
+  V total[kLanes / size] = {};
+  std::size_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) {
+    // The next row is somewhere else, which no processor foresees.
+    for (std::size_t line = 0; line < kLanes * sizeof(T); line += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(next + i) + line);
+    }
+    for (int j = 0; j < kLanes / size; ++j) {
+      const V value = load(in + i + j * size);
+      total[j] += load(other + i + j * size) * value;
+      if constexpr (past) {
+        store_past(out + i + j * size, value * weight);
+      } else {
+        store(out + i + j * size, value * weight);
+      }
+    }
+  }
+  Wide<T> lanes[kLanes];
+  std::memcpy(lanes, total, sizeof lanes);
+  for (int lane = 0; i < width; ++i, ++lane) {
+    lanes[lane] += widen(other[i]) * widen(in[i]);
+    narrow(widen(in[i]) * weight, out[i]);
+  }
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
+}
+
+template <typename T>
+Wide<T> scale_and_dot(T* out, const T* in, Wide<T> weight, const T* other, const T* next, std::size_t width,
+                      bool past) {
+  constexpr std::size_t kVector = Vector<T>::size * sizeof(T);
+  if (!past || reinterpret_cast<std::uintptr_t>(out) % kVector != 0) {
+    return scaled_dot<false>(out, in, weight, other, next, width);
+  }
+  const Wide<T> dot = scaled_dot<true>(out, in, weight, other, next, width);
+#if defined(__x86_64__) || defined(_M_X64)
+  _mm_sfence();
+#endif
+  return dot;
 }
 
 template <typename T>
 constexpr Rows<T> rows_for() {
-  return {sum<T>, weighted_sum<T>, biased_sum<T>, scale<T>,     scale_past<T>,
-          dot<T>, biased_dot<T>,   widen_all<T>,  narrow_all<T>};
+  return {sum<T>, weighted_sum<T>, biased_sum<T>, scale<T>,      scale_past<T>,
+          dot<T>, biased_dot<T>,   scale_and_dot<T>, widen_all<T>, narrow_all<T>};
 }
 
 }  // namespace
