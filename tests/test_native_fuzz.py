@@ -31,17 +31,17 @@ def test_every_operator_is_fuzzed() -> None:
 @operators
 def test_random_calls(op: str) -> None:
     library = native.native_library_path()
-    made = made_cases(3, 0, 40, [op])
+    made = made_cases(3, 0, 30, [op])
     wrong = [f"{case}\n{text}" for case, want in made if (text := session_problem(library, case, want))]
     assert not wrong, "\n".join(wrong)
     refused = sum(bool(want[0]) for _, want in made)
-    assert 4 <= refused <= len(made) - 4
+    assert 3 <= refused <= len(made) - 3
 
 
 @needs_library
 def test_random_calls_without_wide_vectors() -> None:
     library = native.native_library_path()
-    command = [sys.executable, FUZZ, "--library", library, "--count", "100", "--seed", "4"]
+    command = [sys.executable, FUZZ, "--library", library, "--count", "60", "--seed", "4"]
     environment = os.environ | {"ASCEND_MOE_VECTORS": "baseline", "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -57,7 +57,7 @@ def large_case(op: str, seed: int) -> Case:
 @operators
 def test_bits_do_not_depend_on_threads(op: str) -> None:
     library = native.native_library_path()
-    for seed in range(3):
+    for seed in range(2):
         case = large_case(op, seed)
         want = expected(case)
         assert want is not None
