@@ -129,10 +129,11 @@ def _compare(
             bad.append((claim, error, said, f"{quotient:.9g}, as the loss changes"))
         idle += _idle(claim, gradient)
     bad.sort(key=lambda entry: -entry[1])
-    for claim, _, said, wanted in bad[:_SHOWN]:
+    for number, (_, _, said, wanted) in enumerate(bad[:_SHOWN], 1):
         more = f"; and so are {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-        where = f"output {claim.where!r}, gradient of {claim.of!r}"
-        yield WRONG(where, found=said + more, expected=wanted)
+        claims_off = [bad[number - 1], *(bad[_SHOWN:] if number == _SHOWN else ())]
+        places = [f"output {claim.where!r}, gradient of {claim.of!r}" for claim, *_ in claims_off]
+        yield WRONG(places[0], found=said + more, expected=wanted, places=places)
     if names:
         title = "Gradients against finite differences: error, of the gradient's norm"
         yield Bars(title, tuple(names), tuple(errors), "", True, TOLERANCE)

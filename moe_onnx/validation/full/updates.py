@@ -81,10 +81,12 @@ def updates(subject: Subject) -> Iterator[Outcome]:
             else:
                 errors.setdefault(info.name, 1e-17)
     bad = sorted((name for name in errors if errors[name] > TOLERANCE), key=lambda name: -errors[name])
-    for name in bad[:_SHOWN]:
+    for number, name in enumerate(bad[:_SHOWN], 1):
+        places = [f"output {worst[one]!r}" for one in (name, *(bad[_SHOWN:] if number == _SHOWN else ()))]
         more = f"; and so are {len(bad) - _SHOWN} more parameters'" if len(bad) > _SHOWN else ""
         yield UPDATE(
-            f"output {worst[name]!r}",
+            places[0],
+            places=places,
             found=f"off by {errors[name]:.2g} of the largest change{more}",
             expected=f"{type(optimizer).__name__} with the manifest's options",
         )

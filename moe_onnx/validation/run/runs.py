@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -161,3 +162,8 @@ def first_place(runs: Runs, outputs: list[str], bad: Bad, *, always: bool = True
 def listed(names: list[str]) -> str:
     """Names for a message, the first three of them."""
     return few(map(repr, names))
+
+
+def outputs_of(names: Iterable[str]) -> list[str]:
+    """Names of outputs as the places of a finding."""
+    return [f"output {name!r}" for name in names]
