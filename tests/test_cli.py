@@ -216,8 +216,24 @@ def test_demo(tmp_path: Path) -> None:
     assert "MoeInitRoutingV2Grad: 2 in the gradient graph" in output
     assert "MoeTokenUnpermuteWithRoutingMapGrad: 2 in the gradient graph" in output
     assert "onnx.checker accepts" in output and "sample" in output
+    assert re.search(r"moe-onnx validate: 0 errors, 0 warnings, 0 notes; \d+ checks of level static", output)
     for name in ("model/grad.onnx", "checkpoint/latest", "metrics.jsonl", "loss.svg"):
         assert (tmp_path / name).exists()
+
+
+def test_demo_trains_no_graph_in_which_errors_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_broken(graph: moe_onnx.TrainingGraph, folder: Path) -> None:
+        join = [n for n in graph.models["grad"].graph.node if n.name.endswith("experts/Split/Concat")][-1]
+        join.input[1] = join.input[0]  # the gradient of expert 1 is lost: onnx.checker sees nothing in it
+        save(graph, folder)
+
+    save = moe_onnx.TrainingGraph.save
+    monkeypatch.setattr(moe_onnx.TrainingGraph, "save", save_broken)
+    output = run("demo", "--steps", 1, "-o", tmp_path, code=1).output
+    assert "onnx.checker accepts" in output and "error: grad.onnx: MO616" in output
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(

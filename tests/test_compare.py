@@ -81,7 +81,10 @@ def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts.mere == pytest.approx(whole.mere, rel=1e-12)
 
 
-@pytest.mark.parametrize(("dtype", "k"), [("float16", 10), ("bfloat16", 7), ("float32", 13)])
+FLOAT8 = [("float8_e4m3fn", 3), ("float8_e5m2", 2)]
+
+
+@pytest.mark.parametrize(("dtype", "k"), [("float16", 10), ("bfloat16", 7), ("float32", 13), *FLOAT8])
 def test_the_single_benchmark_is_the_published_one(dtype: str, k: int) -> None:
     """MERE below 2^-k, MARE below ten times that; the dtype is the device's."""
     one = np.ones(1000, np.float64)
@@ -216,6 +219,40 @@ def test_bfloat16_as_numpy_saves_it(tmp_path: Path) -> None:
         assert [(row.dtype, row.ok) for row in rows] == [("bfloat16", True)], rows
 
 
+def write_safetensors(path: Path, **tensors: tuple[str, np.ndarray]) -> Path:
+    """By the format's description: the libraries of numpy write no float8 in every version."""
+    header, data = {}, b""
+    for name, (dtype, value) in tensors.items():
+        span = [len(data), len(data) + value.nbytes]
+        header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": span}
+        data += value.tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("F8_E4M3", "float8_e4m3fn"), ("F8_E5M2", "float8_e5m2")])
+def test_float8_out_of_safetensors(tmp_path: Path, name: str, dtype: str) -> None:
+    """The bytes as they are, by their name in the file; the limits are of the dtype."""
+    every = np.arange(256, dtype=np.uint8).view(dtype).reshape(16, 16)  # NaN and infinities too
+    path = write_safetensors(
+        tmp_path / "npu.safetensors", first=("F32", X), x=(name, every), z=(name, every[:0])
+    )
+    wide = every.astype(np.float32)
+    done = moe_onnx.compare({"first": X, "x": wide, "z": wide[:0]}, path)
+    assert done.ok and [row.dtype for row in done.rows] == ["float32", dtype, dtype]
+    assert done.rows[1].errors is not None and done.rows[1].errors.max_abs == 0
+    for steps, ok in ((1, True), (2, False)):  # all elements off by that many of the dtype's
+        off = np.full(64, 1 + steps * float(ml_dtypes.finfo(dtype).eps)).astype(dtype)
+        assert compared(np.ones(64), off).ok is ok
+
+
+def test_a_dtype_that_numpy_has_not_is_named(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "npu.safetensors", scale=("F8_E8M0", np.ones(4, np.uint8)))
+    with pytest.raises(moe_onnx.DataError, match=r"npu\.safetensors', tensor 'scale', is of dtype F8_E8M0"):
+        moe_onnx.compare({"scale": np.ones(4)}, path)
+
+
 def test_nothing_to_compare_is_no_pass(tmp_path: Path) -> None:
     np.savez(tmp_path / "empty.npz")
     with pytest.raises(moe_onnx.DataError, match="holds no tensors"):
@@ -241,8 +278,8 @@ def test_a_benchmark_must_be_sound_itself() -> None:
     nan[0, 0] = np.nan
     assert "the benchmark has 1 elements NaN" in compared(X, X, benchmark={"x": nan}).failures[0]
     assert "the benchmark is int32" in compared(X, X, benchmark={"x": X.astype(np.int32)}).failures[0]
-    halves = X.astype(ml_dtypes.float8_e4m3fn)
-    assert "there are no limits for float8_e4m3fn" in compared(halves, halves).failures[0]
+    halves = X.astype(ml_dtypes.float8_e4m3fnuz)
+    assert "there are no limits for float8_e4m3fnuz" in compared(halves, halves).failures[0]
     with pytest.raises(moe_onnx.OptionError, match="one of the single benchmark"):
         moe_onnx.compare({"x": X}, {"x": X}, benchmark={"x": X}, threshold=1e-3)
     assert compared(X, X, threshold=0).errors.exceeding == 0

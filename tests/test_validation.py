@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -46,6 +47,10 @@ def test_a_model_broken_for_one_reason_is_caught_for_it(mutation: Mutation, tmp_
     assert mutation.code in report.codes, report.findings
     others = {f.code for f in report.of_severity("error")} - {mutation.code, *mutation.also}
     assert not others, report.findings
+    for finding in report:
+        more = re.search(r" and (\d+) more$", finding.where)
+        if more is None or "experts" not in finding.where:
+            assert len(finding.places) >= (int(more[1]) + 1 if more else 1), finding
 
 
 def test_every_code_has_a_mutation() -> None:

@@ -246,7 +246,9 @@ def test_one_finding_for_the_same_mistake_in_every_layer() -> None:
     )
     outputs = ", ".join(f"float[t, h] y{n}" for n in range(38))
     model = parse(f"g (float[8, 2] g, int32[8] index) => ({outputs}) {{ {body} }}", imports=nodes.IMPORT)
-    assert only(model).where == "node 'layer0' (ascend.moe.MoeInitRoutingV2Grad) and 37 more"
+    found = only(model)
+    assert found.where == "node 'layer0' (ascend.moe.MoeInitRoutingV2Grad) and 37 more"
+    assert found.places == tuple(f"node 'layer{n}' (ascend.moe.MoeInitRoutingV2Grad)" for n in range(38))
 
 
 def test_a_node_that_is_refused_does_not_hide_the_next_one() -> None:

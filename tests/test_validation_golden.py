@@ -16,6 +16,7 @@ import pytest
 from routes import all_of, make_model
 from test_operators import assert_same
 
+import moe_onnx
 from moe_onnx.errors import ModelFileError, OptionError
 from moe_onnx.operators import ALL, BY_NAME
 from moe_onnx.validation.device.golden import golden_case, golden_modes, load_golden, save_golden
@@ -196,3 +197,15 @@ def test_other_files_are_refused_with_a_sentence(tmp_path: Path) -> None:
     for path in (text, empty, foreign, cut, tmp_path / "missing.npz", tmp_path):
         with pytest.raises(ModelFileError, match="is no case that save_golden wrote"):
             load_golden(path)
+
+
+def test_a_case_of_another_version_is_refused_by_all_readers(tmp_path: Path) -> None:
+    entries = golden_case("MoeGroupedMatmul")
+    meta = json.loads(str(entries["meta"]))
+    for change, message in (({"format_version": 2}, "moe_onnx.golden 2"), ({"dtypes": 3}, "names no dtypes")):
+        path = tmp_path / "later.npz"
+        np.savez(path, **{**entries, "meta": np.array(json.dumps({**meta, **change}))})
+        with pytest.raises(ModelFileError, match=message):
+            load_golden(path)
+        with pytest.raises(moe_onnx.DataError, match=message):
+            moe_onnx.compare(path, path)

@@ -138,6 +138,9 @@ def test_many_of_a_kind_are_collapsed() -> None:
     found = moe_onnx.validate(parse(text)).of_severity("warning")
     assert [f.code for f in found].count("MO401") == 3
     assert "and 37 more like it" in "".join(f.found for f in found)
+    scatters = [f.places for f in found if f.code == "MO401"]
+    assert [len(places) for places in scatters] == [1, 1, 38]
+    assert "the node of 'z39' (ScatterND)" in scatters[2]
 
 
 def test_a_finding_names_the_index_and_where_the_mark_comes_from() -> None:

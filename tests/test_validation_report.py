@@ -148,6 +148,32 @@ def test_the_terminal_says_the_same(tmp_path: Path) -> None:
     assert "failed: 1 error, 0 warnings, 0 notes; 1 checks of level run" in text
 
 
+def test_every_place_is_in_the_file_and_on_the_page_not_on_the_terminal(tmp_path: Path) -> None:
+    """Twelve nodes read what nothing makes: the terminal names one, scripts get them all."""
+    model = copy_of(plain_model())
+    for number in range(12):
+        model.graph.node.add(op_type="Relu", input=["nobody"], output=[f"r<{number}"], name=f"r<{number}")
+    path, page = tmp_path / "bad.onnx", tmp_path / "page.html"
+    path.write_bytes(model.SerializeToString())
+    printed = run("validate", path, "--json", tmp_path / "r.json", "--html", page).output
+    assert "r<0" in printed and "r<7" not in printed
+    findings = json.loads((tmp_path / "r.json").read_text())["findings"]
+    (found,) = (one for one in findings if one["code"] == "MO202")
+    assert found["places"] == [f"node 'r<{number}' (Relu)" for number in range(12)]
+    assert found["where"] == found["places"][0] and "11 more nodes" in found["found"]
+    text = page.read_text()
+    parser = _Balance()
+    parser.feed(text)
+    assert not parser.open
+    assert "<summary>all 12 places</summary>" in text and "node &#x27;r&lt;7&#x27; (Relu)" in text
+
+
+def test_a_finding_of_one_place_names_it() -> None:
+    one = CHECK_FAILED("check a", found="x")
+    assert one.places == ("check a",)
+    assert "<details>" not in report_page(Report("m", "static", findings=[one]))
+
+
 def test_exit_codes(tmp_path: Path) -> None:
     """0 clean, 1 errors, 2 not to be read: scripts go by them."""
     good, bad, page = tmp_path / "good.onnx", tmp_path / "bad.onnx", tmp_path / "page.html"

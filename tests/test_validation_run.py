@@ -23,7 +23,7 @@ from routes import OP_ROUTES
 
 import moe_onnx
 from moe_onnx.validation.file.tensor_data import bytes_of
-from moe_onnx.validation.findings import Bars, Report, Skipped, Table
+from moe_onnx.validation.findings import Bars, NotDone, Report, Skipped, Table
 from moe_onnx.validation.full.cuts import session_of
 from moe_onnx.validation.full.gradients import gradients
 from moe_onnx.validation.run import limits
@@ -428,6 +428,28 @@ def test_a_defect_of_the_runs_is_told_once(monkeypatch: pytest.MonkeyPatch) -> N
     report = run(plain_model())
     assert [finding.code for finding in report] == ["MO001"]
     assert "could not be prepared" in skipped(report, "run.cost.cost")
+
+
+def test_what_is_made_once_is_made_once() -> None:
+    """Also where making it fails, or gives nothing; and who only looks makes nothing."""
+    subject = subject_of(plain_model())
+    calls: list[str] = []
+
+    def empty(_: Subject) -> set[int]:
+        calls.append("empty")
+        return set()
+
+    def broken(_: Subject) -> int:
+        calls.append("broken")
+        raise KeyError("a defect")
+
+    assert subject.made(empty) is None and not calls
+    assert subject.once(empty) is subject.once(empty) is subject.made(empty)
+    with pytest.raises(KeyError, match="a defect"):
+        subject.once(broken)
+    with pytest.raises(NotDone, match=r"could not be prepared \(broken\)"):
+        subject.once(broken)
+    assert subject.made(broken) is None and calls == ["empty", "broken"]
 
 
 def test_what_the_static_checks_found_is_not_told_again() -> None:

@@ -26,12 +26,13 @@ def collapsed(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
         else:
             yield outcome
     for first, *more in groups.values():
-        yield replace(first, where=f"{first.where} and {len(more)} more") if more else first
+        where = f"{first.where} and {len(more)} more"
+        yield replace(first, where=where, places=places_of((first, *more))) if more else first
 
 
 def first_few(found: Iterable[Outcome], most: int = 3) -> Iterator[Outcome]:
-    """The first findings of each code; the last of them says how many more there are."""
-    last: dict[str, Finding] = {}
+    """The first findings of each code; the last of them says how many more there are, and lists where."""
+    rest: dict[str, list[Finding]] = {}
     counts: Counter[str] = Counter()
     for outcome in found:
         if not isinstance(outcome, Finding):
@@ -40,8 +41,13 @@ def first_few(found: Iterable[Outcome], most: int = 3) -> Iterator[Outcome]:
         counts[outcome.code] += 1
         if counts[outcome.code] < most:
             yield outcome
-        elif counts[outcome.code] == most:
-            last[outcome.code] = outcome
-    for name, outcome in last.items():
-        more = counts[name] - most
-        yield replace(outcome, found=f"{outcome.found}; and {more} more like it") if more else outcome
+        else:
+            rest.setdefault(outcome.code, []).append(outcome)
+    for last, *more in rest.values():
+        found_more = f"{last.found}; and {len(more)} more like it"
+        yield replace(last, found=found_more, places=places_of((last, *more))) if more else last
+
+
+def places_of(findings: Iterable[Finding]) -> tuple[str, ...]:
+    """The places of all of them, in order."""
+    return tuple(place for finding in findings for place in finding.places)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -37,10 +37,20 @@ class Code:
     mend: str
 
     def __call__(
-        self, where: str, *, found: str, expected: str = "", mend: str = "", aclnn: int | None = None
+        self,
+        where: str,
+        *,
+        found: str,
+        expected: str = "",
+        mend: str = "",
+        aclnn: int | None = None,
+        places: Iterable[str] = (),
     ) -> Finding:
-        """A finding of this kind at ``where``."""
-        return Finding(self.name, self.severity, where, found, expected, mend or self.mend, self.title, aclnn)
+        """A finding of this kind at ``where``; with ``places``, where it is of several."""
+        every = tuple(places) or (where,)
+        return Finding(
+            self.name, self.severity, where, found, expected, mend or self.mend, self.title, aclnn, every
+        )
 
 
 @dataclass(frozen=True)
@@ -50,12 +60,14 @@ class Finding:
     Attributes:
         code: Name of its :class:`Code`; ``moe-onnx explain CODE`` prints the page about it.
         severity: ``"error"``, ``"warning"`` or ``"note"``.
-        where: Node, tensor, function or file it is about.
+        where: Node, tensor, function or file it is about; of several the first, and how many more.
         found: What is there.
         expected: What should be, or ``""`` where ``found`` says it all.
         mend: What to do.
         title: The code's title.
         aclnn_status: What the source documents' operator returns in this case, or None.
+        places: Every node, tensor, parameter or function that is so, named as in ``where``: no count
+            stands for any of them. ``where`` alone, where it is one.
     """
 
     code: str
@@ -66,6 +78,7 @@ class Finding:
     mend: str
     title: str
     aclnn_status: int | None = None
+    places: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         wanted = f" Expected: {self.expected}." if self.expected else ""

@@ -106,13 +106,20 @@ def _findings(findings: Sequence[Finding]) -> str:
         expected = f"<br>expected: {escape(one.expected)}" if one.expected else ""
         status = f"<br>aclnn status {one.aclnn_status}" if one.aclnn_status else ""
         link = f'<a href="#{one.code}">{one.code}</a> {_badge(one.severity)}'
-        what = f"{escape(one.title)}<br><span class=where>{escape(one.where)}</span>"
+        what = f"{escape(one.title)}<br><span class=where>{escape(one.where)}</span>{_places(one.places)}"
         said = (
             f"<pre>{escape(one.found)}</pre>{expected}{status}<br><span class=mend>{escape(one.mend)}</span>"
         )
         lines.append(f"<tr><td>{link}</td><td>{what}</td><td>{said}</td></tr>")
     head = "<tr><th>code</th><th>what, where</th><th>found, and what to do</th></tr>"
     return f"<table>{head}{''.join(lines)}</table>"
+
+
+def _places(places: Sequence[str]) -> str:
+    if len(places) < 2:
+        return ""
+    listed = escape("\n".join(places))
+    return f"<details><summary>all {len(places)} places</summary><pre class=where>{listed}</pre></details>"
 
 
 def _badge(severity: str) -> str:

@@ -34,7 +34,7 @@ def scale_of(bars: Bars) -> Callable[[float], float]:
     return place
 
 
-def counted(report: Report) -> str:
+def counted(*reports: Report) -> str:
     """How many findings of each severity there are, in words."""
-    numbers = {severity: len(report.of_severity(severity)) for severity in SEVERITIES}
+    numbers = {severity: sum(len(r.of_severity(severity)) for r in reports) for severity in SEVERITIES}
     return ", ".join(f"{n} {severity}{'' if n == 1 else 's'}" for severity, n in numbers.items())

@@ -15,10 +15,12 @@ from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProt
 from moe_onnx.adapters.schema import tensor_info
 from moe_onnx.errors import ModelFileError, OptionError
 from moe_onnx.spec import TensorInfo
+from moe_onnx.validation.findings import NotDone
 from moe_onnx.validation.reading import not_text, read_model
 from moe_onnx.validation.types import infer_types
 
 T = TypeVar("T")
+_FAILED = object()
 
 
 @dataclass
@@ -127,15 +129,26 @@ class Subject:
     folder: Path | None = None
     options: Options = field(default_factory=Options)
     errors: tuple[str, ...] = ()
-    shared: dict[str, object] = field(default_factory=dict)  # what one check leaves for another
     _made: dict[Callable[[Subject], Any], Any] = field(default_factory=dict, repr=False)
 
     def once(self, make: Callable[[Subject], T]) -> T:
-        """What ``make`` gives for this model: made when it is first asked for, and kept."""
+        """What ``make`` gives for this model: made when it is first asked for, and kept.
+
+        Raises:
+            NotDone: If making it failed before: the check that was the first to ask has told why.
+        """
         if make not in self._made:
+            self._made[make] = _FAILED
             self._made[make] = make(self)
+        if self._made[make] is _FAILED:
+            raise NotDone(f"what it looks at could not be prepared ({make.__name__.strip('_')})")
         found: T = self._made[make]
         return found
+
+    def made(self, make: Callable[[Subject], T]) -> T | None:
+        """What :meth:`once` has made of this by now; None where nothing has asked for it, or it failed."""
+        found: T | None = self._made.get(make)
+        return None if found is _FAILED else found
 
     @cached_property
     def scopes(self) -> list[Scope]:

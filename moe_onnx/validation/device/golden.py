@@ -27,10 +27,15 @@ from moe_onnx.errors import ModelFileError, OptionError
 from moe_onnx.operators import BY_NAME
 from moe_onnx.validation.device.golden_calls import MAKERS, Call
 from moe_onnx.validation.device.golden_data import DTYPES, Array, Draw, Making, Sizes
-from moe_onnx.validation.device.tensor_files import GOLDEN_FORMAT, META
+from moe_onnx.validation.device.golden_meta import (
+    GOLDEN_FORMAT,
+    GOLDEN_VERSION,
+    META,
+    golden_entry,
+    golden_meta,
+)
 from moe_onnx.validation.findings import write_beside
 
-GOLDEN_VERSION = 1
 _NOTES = {
     "MoeTokenUnpermuteWithRoutingMap": "The device's kernel does not write out_index and permute_token_id "
     "without drop_and_pad; here they are sorted_indices.",
@@ -175,13 +180,9 @@ def load_golden(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[st
     """
     try:
         with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
-            entries = {name: file[name] for name in file.files}
-        meta = json.loads(str(entries.pop(META)))
-        if meta["format"] != GOLDEN_FORMAT or meta["format_version"] != GOLDEN_VERSION:
-            raise ValueError(f"it is of format {meta['format']} {meta['format_version']}")
-        for name, dtype in meta["dtypes"].items():
-            if dtype == "bfloat16":
-                entries[name] = entries[name].view(DTYPES["bfloat16"])
+            if (meta := golden_meta(file)) is None:
+                raise ValueError(f"it has no entry '{META}' of one")
+            entries = {name: golden_entry(file, name, meta) for name in file.files if name != META}
     except (OSError, KeyError, ValueError, TypeError, AttributeError, zipfile.BadZipFile, EOFError) as error:
         raise ModelFileError(f"'{path}' is no case that save_golden wrote: {error}.") from None
     return entries, meta

@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from moe_onnx.errors import DataError
+from moe_onnx.validation.device.golden_meta import golden_entry, golden_meta
 
 SUFFIXES = (".npy", ".npz", ".safetensors", ".pt")
-META = "meta"  # the entry of a golden case that says what it is
-GOLDEN_FORMAT = "moe_onnx.golden"
 _OUTPUT = "output."
+# Of safetensors' names, those that numpy has by ml_dtypes only: safetensors makes no arrays of them.
+_FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 Array = NDArray[Any]
 Reader = Callable[[], Array]
@@ -103,17 +104,15 @@ def _npy(path: Path) -> dict[str, Reader]:
 def _npz(path: Path) -> dict[str, Reader]:
     with _open_npz(path) as file:
         entries = {name: name for name in file.files}
-        meta = _golden_meta(file)
+        meta = golden_meta(file)
     if meta is not None:  # a golden case: what a device gives is held to its outputs
         outputs = [name for name in entries if name.startswith(_OUTPUT)]
         entries = {name.removeprefix(_OUTPUT): name for name in outputs}
-    dtypes = {} if meta is None else meta["dtypes"]
 
     def reader(name: str) -> Reader:
         def read() -> Array:
             with _open_npz(path) as file:
-                array: Array = file[name]
-            return array.view("bfloat16") if dtypes.get(name) == "bfloat16" else array
+                return golden_entry(file, name, meta)
 
         return read
 
@@ -126,17 +125,6 @@ def _open_npz(path: Path) -> Any:
     return np.load(path, allow_pickle=False)
 
 
-def _golden_meta(file: Any) -> dict[str, Any] | None:
-    """The meta entry of a golden case, None where the file is none."""
-    if META not in file.files or (entry := file[META]).dtype.kind != "U":
-        return None
-    try:
-        meta = json.loads(str(entry))
-    except ValueError:
-        return None
-    return meta if isinstance(meta, dict) and meta.get("format") == GOLDEN_FORMAT else None
-
-
 def _safetensors(path: Path) -> dict[str, Reader]:
     with safe_open(path, framework="numpy") as file:
         names = list(file.keys())
@@ -144,12 +132,31 @@ def _safetensors(path: Path) -> dict[str, Reader]:
     def reader(name: str) -> Reader:
         def read() -> Array:
             with safe_open(path, framework="numpy") as file:
-                array: Array = file.get_tensor(name)
+                dtype = file.get_slice(name).get_dtype()
+                if dtype in _FLOAT8:
+                    return _safetensors_bytes(path, name).view(_FLOAT8[dtype])
+                try:
+                    array: Array = file.get_tensor(name)
+                except (AttributeError, TypeError):  # it looks the dtype up in numpy
+                    raise DataError(
+                        f"'{path}', tensor '{name}', is of dtype {dtype}, which numpy has not: convert it "
+                        "to float32."
+                    ) from None
             return array
 
         return read
 
     return {name: reader(name) for name in names}
+
+
+def _safetensors_bytes(path: Path, name: str) -> Array:
+    """The bytes of a tensor whose elements take one each, in its shape; the file was opened before."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        entry = json.loads(file.read(size))[name]
+        start, end = entry["data_offsets"]
+        file.seek(8 + size + start)
+        return np.frombuffer(file.read(end - start), np.uint8).reshape(entry["shape"])
 
 
 def _pt(path: Path) -> dict[str, Reader]:
@@ -175,6 +182,9 @@ def _pt(path: Path) -> dict[str, Reader]:
             tensor = value.detach().contiguous()
             if tensor.dtype == torch.bfloat16:
                 array: Array = tensor.view(torch.int16).numpy().view("bfloat16")
+                return array
+            if (dtype := str(tensor.dtype).removeprefix("torch.")) in _FLOAT8.values():
+                array = tensor.view(torch.uint8).numpy().view(dtype)
                 return array
             return tensor.numpy()  # type: ignore[no-any-return]
 

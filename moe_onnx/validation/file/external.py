@@ -138,7 +138,12 @@ def files(subject: Subject) -> Iterable[Outcome]:
 def _file(file: DataFile, subject: Subject) -> Iterator[Outcome]:
     where = f"external data '{file.location}'"
     if file.outside:
-        yield OUTSIDE(where, found=f"{file.outside} ({_named(file.ranges)})", expected="a file in the folder")
+        yield OUTSIDE(
+            where,
+            found=f"{file.outside} ({_named(file.ranges)})",
+            expected="a file in the folder",
+            places=_places(file.ranges),
+        )
         return
     if file.unreadable:
         needed = max(one.end for one in file.ranges)
@@ -146,6 +151,7 @@ def _file(file: DataFile, subject: Subject) -> Iterator[Outcome]:
             where,
             found=f"'{file.path}' {file.unreadable} ({_named(file.ranges)})",
             expected=f"a file of {needed} bytes",
+            places=_places(file.ranges),
         )
         return
     if file.link:
@@ -155,6 +161,7 @@ def _file(file: DataFile, subject: Subject) -> Iterator[Outcome]:
             where,
             found=f"{file.size} bytes in '{file.path}', which {_named(beyond)} reach beyond",
             expected=f"{max(one.end for one in beyond)} bytes",
+            places=_places(beyond),
         )
         return
     yield from _checksum(file, where, subject.options.max_bytes)
@@ -197,8 +204,12 @@ def _checksum(file: DataFile, where: str, most: int) -> Iterator[Outcome]:
 
 
 def _named(ranges: list[Range]) -> str:
-    said = ", ".join(one.held.where for one in ranges[:3])
+    said = ", ".join(_places(ranges[:3]))
     return f"{said} and {len(ranges) - 3} more tensors" if len(ranges) > 3 else said
+
+
+def _places(ranges: list[Range]) -> list[str]:
+    return [one.held.where for one in ranges]
 
 
 def _count(external: list[Held]) -> str:

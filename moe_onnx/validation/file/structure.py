@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from onnx import NodeProto
 
+from moe_onnx.validation.collapse import places_of
 from moe_onnx.validation.file.names import Names, circles, names_of
 from moe_onnx.validation.findings import Outcome
 from moe_onnx.validation.registry import check, code
@@ -113,7 +114,12 @@ def names(subject: Subject) -> Iterator[Outcome]:
                 scope.place(same[1]), found=f"{len(same)} nodes are called {name!r} ({operators})"
             )
         if len(doubles) > _MOST:
-            yield SAME_NODE_NAME(scope.where, found=f"and {len(doubles) - _MOST} more such names")
+            rest = set(doubles[_MOST:])
+            yield SAME_NODE_NAME(
+                scope.where,
+                found=f"and {len(rest)} more such names",
+                places=[scope.place(node) for node in scope.nodes if node.name in rest],
+            )
 
 
 def _values(here: Names) -> Iterator[Outcome]:
@@ -146,7 +152,8 @@ def _values(here: Names) -> Iterator[Outcome]:
             found.append(TWICE(scope.tensor(name), found=f"{scope.place(node)} makes it, and {other}"))
     yield from found[:_MOST]
     if len(found) > _MOST:
-        yield TWICE(scope.where, found=f"and {len(found) - _MOST} more such values")
+        rest = found[_MOST:]
+        yield TWICE(scope.where, found=f"and {len(rest)} more such values", places=places_of(rest))
 
 
 @check("static", DANGLING, UNSORTED, CYCLE)
@@ -169,9 +176,14 @@ def _dangling(here: Names) -> Iterator[Outcome]:
         yield DANGLING(
             here.scope.place(nodes[0]),
             found=f"reads {name!r}{more}, which nothing makes{_closest(name, here)}",
+            places=map(here.scope.place, nodes),
         )
-    if len(readers) > _MOST:
-        yield DANGLING(here.scope.where, found=f"and {len(readers) - _MOST} more values that nothing makes")
+    if rest := list(readers)[_MOST:]:
+        yield DANGLING(
+            here.scope.where,
+            found=f"and {len(rest)} more values that nothing makes",
+            places=map(here.scope.tensor, rest),
+        )
 
 
 def _order(here: Names) -> Iterator[Outcome]:
@@ -194,6 +206,7 @@ def _order(here: Names) -> Iterator[Outcome]:
         yield CYCLE(
             nodes[0],
             found="reads its own output" if len(nodes) == 1 else f"a circle of {len(nodes)} nodes: {path}",
+            places=nodes,
         )
     # The closing edge of a circle is late by necessity; what else is late was not sorted.
     in_circles = {number for circle in found for number in circle}
@@ -206,6 +219,7 @@ def _order(here: Names) -> Iterator[Outcome]:
             found=f"reads {name!r} of {scope.place(scope.nodes[position[name]])}, which stands later "
             f"({position[name]} after {unsorted[0]}){more}",
             expected="nodes in an order that they can run in",
+            places=[scope.place(scope.nodes[number]) for number in unsorted],
         )
 
 

@@ -106,7 +106,11 @@ def _nodes(here: Names, needed: set[str]) -> Iterator[Outcome]:
         shown.append(f"{len(ends) - 3} more")
     others = len(dead) - len(ends)
     more = f", and of {others} more nodes before or after these" if others else ""
-    yield DEAD_NODE(shown[0], found=f"no output depends on {', '.join(shown)}{more}")
+    yield DEAD_NODE(
+        shown[0],
+        found=f"no output depends on {', '.join(shown)}{more}",
+        places=[here.scope.place(nodes[number]) for number in dict.fromkeys([*ends, *dead])],
+    )
 
 
 def _initializers(here: Names, needed: set[str]) -> Iterator[Outcome]:
@@ -121,7 +125,11 @@ def _initializers(here: Names, needed: set[str]) -> Iterator[Outcome]:
     if unread:
         size = sum(held.bytes or 0 for held in unread)
         shown = few(repr(held.tensor.name) for held in unread)
-        yield UNREAD_INITIALIZER(unread[0].where, found=f"no output depends on {shown}: {size} bytes")
+        yield UNREAD_INITIALIZER(
+            unread[0].where,
+            found=f"no output depends on {shown}: {size} bytes",
+            places=[held.where for held in unread],
+        )
 
 
 def _is_weight(held: Held) -> bool:
@@ -153,4 +161,8 @@ def functions(subject: Subject) -> Iterator[Outcome]:
     called = {(normal_domain(node.domain), node.op_type) for _, node in subject.nodes()}
     idle = [f"'{domain}.{name}'" for domain, name in subject.functions if (domain, name) not in called]
     if idle:
-        yield UNUSED_FUNCTION(f"function {idle[0]}", found=f"no node calls {few(idle)}")
+        yield UNUSED_FUNCTION(
+            f"function {idle[0]}",
+            found=f"no node calls {few(idle)}",
+            places=[f"function {name}" for name in idle],
+        )

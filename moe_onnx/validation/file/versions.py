@@ -179,17 +179,18 @@ def imports(subject: Subject) -> Iterator[Outcome]:
         if where == "model" and not entries:
             continue  # said above, or IR version 1 or 2
         missing: Code = NOT_IMPORTED if where == "model" else NOT_IMPORTED_BY_FUNCTION
-        for domain, (node, count) in users.items():
+        for domain, nodes in users.items():
             if domain not in versions:
-                more = f" and of {count - 1} more nodes" if count > 1 else ""
-                yield missing(where, found=f"no import of {_said(domain)}, the domain of {node}{more}")
+                more = f" and of {len(nodes) - 1} more nodes" if len(nodes) > 1 else ""
+                said = f"no import of {_said(domain)}, the domain of {nodes[0]}{more}"
+                yield missing(where, found=said, places=nodes)
 
 
 @check("static", OTHER_IN_FUNCTION)
 def functions(subject: Subject) -> Iterator[Outcome]:
     """Functions mean the versions of operators that the model imports."""
     outer = subject.main.opsets
-    different: dict[str, dict[str, str]] = {}
+    different: dict[str, dict[str, tuple[str, str]]] = {}
     for scope, node in subject.nodes():
         domain = normal_domain(node.domain)
         if scope.function is None or domain not in scope.opsets or domain not in outer:
@@ -198,13 +199,15 @@ def functions(subject: Subject) -> Iterator[Outcome]:
         if own != outer[domain] and _since(node.op_type, own, domain) != _since(
             node.op_type, outer[domain], domain
         ):
-            found = f"{scope.place(node)} by version {own} of {_said(domain)}"
-            different.setdefault(_place(scope.function), {}).setdefault(node.op_type, found)
+            place = scope.place(node)
+            found = f"{place} by version {own} of {_said(domain)}"
+            different.setdefault(_place(scope.function), {}).setdefault(node.op_type, (place, found))
     for where, operators in different.items():
         more = f", and {len(operators) - 1} more operators" if len(operators) > 1 else ""
         yield OTHER_IN_FUNCTION(
             where,
-            found=f"{next(iter(operators.values()))}, in which the operator is another{more}",
+            found=f"{next(iter(operators.values()))[1]}, in which the operator is another{more}",
+            places=[place for place, _ in operators.values()],
             expected=f"the model's versions: {', '.join(f'{_said(d)} {v}' for d, v in outer.items())}",
         )
 
@@ -221,6 +224,7 @@ def old_initializers(subject: Subject) -> Iterable[Outcome]:
         yield NOT_AN_INPUT(
             subject.main.tensor(missing[0]),
             found=f"no graph input{more}, in IR version {subject.model.ir_version}",
+            places=map(subject.main.tensor, missing),
         )
 
 
@@ -232,14 +236,12 @@ def _imports(subject: Subject) -> Iterator[tuple[str, OperatorSetIdProto]]:
             yield _place(function), entry
 
 
-def _domains(subject: Subject) -> dict[str, dict[str, tuple[str, int]]]:
-    """By ``"model"`` or function the domains of its nodes, with the first such node and their number."""
-    found: dict[str, dict[str, tuple[str, int]]] = {}
+def _domains(subject: Subject) -> dict[str, dict[str, list[str]]]:
+    """By ``"model"`` or function the domains of its nodes, with the places of these."""
+    found: dict[str, dict[str, list[str]]] = {}
     for scope, node in subject.nodes():
         users = found.setdefault("model" if scope.function is None else _place(scope.function), {})
-        domain = normal_domain(node.domain)
-        first, count = users.get(domain, ("", 0))
-        users[domain] = (first or scope.place(node), count + 1)
+        users.setdefault(normal_domain(node.domain), []).append(scope.place(node))
     return found
 
 

@@ -11,7 +11,8 @@ from moe_onnx.validation.collapse import few
 from moe_onnx.validation.findings import Bars, Finding, Outcome, Skipped
 from moe_onnx.validation.full.claims import LOSS, Claim, claims_of
 from moe_onnx.validation.full.cuts import line
-from moe_onnx.validation.full.double import Lifted, lift, same
+from moe_onnx.validation.full.double import Lifted, same
+from moe_onnx.validation.full.first_run import first_run
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.run.drawing import Array
 from moe_onnx.validation.run.limits import TooLong
@@ -63,28 +64,26 @@ def gradients(subject: Subject) -> Iterator[Outcome]:
     if isinstance(claims, Skipped):
         yield claims
         return
-    rng = np.random.default_rng([subject.options.seed, 901])
-    lifted = lift(subject, [claim.of for claim in claims], rng)
-    if isinstance(lifted, Skipped):
-        yield lifted
+    ran = first_run(subject)
+    if isinstance(ran, Skipped):
+        yield ran
+        return
+    lifted, found = ran.lifted, ran.found
+    if found[LOSS].size != 1:
+        yield Skipped(f"the output '{LOSS}' is no scalar, it has shape {list(found[LOSS].shape)}")
         return
     try:
-        found = lifted.run(list(dict.fromkeys([LOSS, *lifted.outputs])))
-        if found[LOSS].size != 1:
-            yield Skipped(f"the output '{LOSS}' is no scalar, it has shape {list(found[LOSS].shape)}")
-            return
         loss, decisions = lifted.loss()
         again, _ = lifted.loss()
     except Exception as error:  # onnxruntime's own classes have no common base
         yield Skipped(f"the model does not run in double precision: {line(error)}")
         return
-    subject.shared["full.run"] = lifted.feed, found
     if not np.isfinite(loss):
         yield Skipped(f"the loss is {loss} for the inputs drawn: it has no slope there")
     elif again != loss:
         yield Skipped("the loss of the same inputs differs from run to run: it has no slope")
     else:
-        yield from _compare(claims, lifted, found, loss, decisions, rng)
+        yield from _compare(claims, lifted, found, loss, decisions, ran.rng)
 
 
 def _compare(
@@ -129,10 +128,11 @@ def _compare(
             bad.append((claim, error, said, f"{quotient:.9g}, as the loss changes"))
         idle += _idle(claim, gradient)
     bad.sort(key=lambda entry: -entry[1])
-    for claim, _, said, wanted in bad[:_SHOWN]:
+    for number, (_, _, said, wanted) in enumerate(bad[:_SHOWN], 1):
         more = f"; and so are {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-        where = f"output {claim.where!r}, gradient of {claim.of!r}"
-        yield WRONG(where, found=said + more, expected=wanted)
+        claims_off = [bad[number - 1], *(bad[_SHOWN:] if number == _SHOWN else ())]
+        places = [f"output {claim.where!r}, gradient of {claim.of!r}" for claim, *_ in claims_off]
+        yield WRONG(places[0], found=said + more, expected=wanted, places=places)
     if names:
         title = "Gradients against finite differences: error, of the gradient's norm"
         yield Bars(title, tuple(names), tuple(errors), "", True, TOLERANCE)

@@ -9,7 +9,7 @@ import numpy as np
 from moe_onnx.validation.findings import Skipped
 from moe_onnx.validation.run.drawing import Array
 from moe_onnx.validation.run.feeds import draw_feeds, fed_bytes, free_sizes, manifest_of
-from moe_onnx.validation.run.runs import Runs
+from moe_onnx.validation.run.runs import runs_so_far
 from moe_onnx.validation.run.sessions import weight_bytes
 from moe_onnx.validation.subject import Subject
 
@@ -20,8 +20,8 @@ _TOKENS, _MOST_TOKENS, _LENGTH = 12, 2048, 24
 
 def lively_feeds(subject: Subject, rng: np.random.Generator) -> Arrays | Skipped:
     """Inputs for a run, or why there are none. Parameters may be wider than the graph takes them."""
-    runs = subject.shared.get("runs")
-    if isinstance(runs, Runs) and runs.too_long:
+    runs = runs_so_far(subject)
+    if runs is not None and runs.too_long:
         return Skipped(runs.too_long)
     drawn = draw_feeds(subject, rng, _sizes(subject))
     if isinstance(drawn, Skipped):

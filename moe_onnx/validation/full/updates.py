@@ -11,8 +11,7 @@ from moe_onnx.build.manifest import Manifest, ParameterInfo
 from moe_onnx.build.optimizers import SGD, AdamW, Optimizer
 from moe_onnx.validation.findings import Bars, Outcome, Skipped
 from moe_onnx.validation.full.claims import claims_of, clip_of, optimizer_of
-from moe_onnx.validation.full.cuts import line
-from moe_onnx.validation.full.double import lift
+from moe_onnx.validation.full.first_run import first_run
 from moe_onnx.validation.full.lively import Arrays
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.run.drawing import Array
@@ -45,11 +44,11 @@ def updates(subject: Subject) -> Iterator[Outcome]:
     if not any(info.updated in outputs for info in manifest.parameters):
         yield Skipped("this graph updates no parameter")
         return
-    ran = _run(subject)
+    ran = first_run(subject)
     if isinstance(ran, Skipped):
         yield ran
         return
-    feed, found = ran
+    feed, found = ran.lifted.feed, ran.found
     given = {info.gradient: feed[info.gradient] for info in manifest.parameters if info.gradient in feed}
     claims = claims_of(subject)
     taken = {} if isinstance(claims, Skipped) else {claim.of: claim for claim in claims}
@@ -81,30 +80,18 @@ def updates(subject: Subject) -> Iterator[Outcome]:
             else:
                 errors.setdefault(info.name, 1e-17)
     bad = sorted((name for name in errors if errors[name] > TOLERANCE), key=lambda name: -errors[name])
-    for name in bad[:_SHOWN]:
+    for number, name in enumerate(bad[:_SHOWN], 1):
         more = f"; and so are {len(bad) - _SHOWN} more parameters'" if len(bad) > _SHOWN else ""
+        places = [f"output {worst[one]!r}" for one in (name, *(bad[_SHOWN:] if number == _SHOWN else ()))]
         yield UPDATE(
-            f"output {worst[name]!r}",
+            places[0],
+            places=places,
             found=f"off by {errors[name]:.2g} of the largest change{more}",
             expected=f"{type(optimizer).__name__} with the manifest's options",
         )
     if errors:
         title = "Updates against the optimizer's formula: error, of the largest change"
         yield Bars(title, tuple(errors), tuple(errors.values()), "", True, TOLERANCE)
-
-
-def _run(subject: Subject) -> tuple[Arrays, Arrays] | Skipped:
-    """Inputs and outputs in double precision; the gradients' check may have had them already."""
-    shared = subject.shared.get("full.run")
-    if isinstance(shared, tuple):
-        return shared
-    lifted = lift(subject, [], np.random.default_rng([subject.options.seed, 904]))
-    if isinstance(lifted, Skipped):
-        return lifted
-    try:
-        return lifted.feed, lifted.run(lifted.outputs)
-    except Exception as error:  # onnxruntime's own classes have no common base
-        return Skipped(f"the model does not run in double precision: {line(error)}")
 
 
 def _with_update(manifest: Manifest, outputs: set[str]) -> Iterator[ParameterInfo]:

@@ -137,17 +137,20 @@ def renamed_parameters(subject: Subject) -> Iterable[Outcome]:
     if subject.model.producer_name != "pytorch":
         return
     scope = subject.main
-    lost = []
+    lost: dict[str, str] = {}  # the first use of each
     for node in scope.nodes:
         for name in node.input:
             tensor = scope.initializers.get(name)
             if tensor is not None and _MADE_UP.match(name) and _is_weight(tensor):
                 module = _module(node)
                 said = f"{name!r} {list(tensor.dims)}"
-                lost.append(f"{said} of {_said(module)!r}" if module else said)
+                lost.setdefault(name, f"{said} of {_said(module)!r}" if module else said)
     if lost:
-        lost = list(dict.fromkeys(lost))
-        yield RENAMED("graph", found=f"{len(lost)} weights go by made-up names: {few(lost, 4)}")
+        yield RENAMED(
+            "graph",
+            found=f"{len(lost)} weights go by made-up names: {few(lost.values(), 4)}",
+            places=map(scope.tensor, lost),
+        )
 
 
 @check("static", LOST_EXPERTS)

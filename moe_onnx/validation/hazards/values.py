@@ -128,16 +128,17 @@ def source(scope: Scope, name: str, through: frozenset[str] = VIEWS) -> tuple[Sc
 
 def consumers(subject: Subject, scope: Scope) -> dict[str, list[NodeProto]]:
     """The nodes that read a name, in this scope only; a subgraph's reading is its node's."""
-    known = subject.shared.setdefault("consumers", {})
-    assert isinstance(known, dict)
-    if id(scope) not in known:
-        found: dict[str, list[NodeProto]] = {}
+    return subject.once(_consumers)[id(scope)]
+
+
+def _consumers(subject: Subject) -> dict[int, dict[str, list[NodeProto]]]:
+    every: dict[int, dict[str, list[NodeProto]]] = {}
+    for scope in subject.scopes:
+        found = every[id(scope)] = {}
         for node in scope.nodes:
             for name in dict.fromkeys(node.input):
                 found.setdefault(name, []).append(node)
-        known[id(scope)] = found
-    made: dict[str, list[NodeProto]] = known[id(scope)]
-    return made
+    return every
 
 
 def dims(types: dict[str, TensorInfo], name: str) -> list[int | str | None] | None:

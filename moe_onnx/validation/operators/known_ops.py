@@ -110,9 +110,11 @@ def own_operator(node: NodeProto) -> str:
 
 def malformed(subject: Subject) -> set[int]:
     """``id`` of the nodes that no operator takes as they are; inference leaves them out."""
-    found = subject.shared.setdefault("malformed nodes", set())
-    assert isinstance(found, set)
-    return found
+    return subject.once(_malformed)
+
+
+def _malformed(subject: Subject) -> set[int]:
+    return set()  # the checks of this family fill it
 
 
 def _all_nodes(subject: Subject) -> Iterator[Finding]:

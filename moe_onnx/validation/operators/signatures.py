@@ -71,9 +71,7 @@ class Known:
     @classmethod
     def of(cls, subject: Subject) -> Known:
         """The one of this validation."""
-        found = subject.shared.setdefault("known operators", cls())
-        assert isinstance(found, cls)
-        return found
+        return subject.once(_known)
 
     def signature(self, domain: str, op: str, version: int | None) -> Signature | None:
         """The operator in a version of its domain, the newest where none is imported; None if unknown."""
@@ -112,6 +110,10 @@ class Known:
     def homes(self, op: str) -> list[str]:
         """The domains that have an operator of this name; those of onnxruntime's inner workings count not."""
         return [domain for domain in sorted(self.names) if op in self.names[domain] and ".n" not in domain]
+
+
+def _known(subject: Subject) -> Known:
+    return Known()
 
 
 def clamp(version: int | None) -> int:

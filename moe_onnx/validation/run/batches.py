@@ -12,7 +12,7 @@ from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.run.agreement import is_float
 from moe_onnx.validation.run.feeds import Feeds, fewest_tokens
 from moe_onnx.validation.run.messages import said
-from moe_onnx.validation.run.runs import draw, listed, runs_of
+from moe_onnx.validation.run.runs import draw, listed, outputs_of, runs_of
 from moe_onnx.validation.run.sessions import ERRORS, Outputs
 from moe_onnx.validation.subject import Subject
 
@@ -71,7 +71,7 @@ def no_tokens(subject: Subject) -> Iterator[Outcome]:
         if bad:
             value = outputs[bad[0]].reshape(-1)
             worst = value[np.argmax(np.abs(np.nan_to_num(value, nan=np.inf)))] if value.size else 0
-            yield NO_TOKENS(where, found=f"{listed(bad)}: {worst}", expected="0")
+            yield NO_TOKENS(where, found=f"{listed(bad)}: {worst}", expected="0", places=outputs_of(bad))
 
 
 @check("run", ALL_TO_A_FEW)
@@ -102,7 +102,10 @@ def equal_tokens(subject: Subject) -> Iterator[Outcome]:
         return
     if bad := _not_finite(outputs):
         yield ALL_TO_A_FEW(
-            "a batch of equal tokens", found=f"{listed(bad)} not finite", expected="finite values"
+            "a batch of equal tokens",
+            found=f"{listed(bad)} not finite",
+            expected="finite values",
+            places=outputs_of(bad),
         )
         return
     yield from _gradients_of_idle_experts(manifest, outputs)

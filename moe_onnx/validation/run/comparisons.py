@@ -8,7 +8,7 @@ from moe_onnx.validation.findings import Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.run.agreement import ROUTES, THREADS, difference, differing, same_bits
 from moe_onnx.validation.run.messages import said
-from moe_onnx.validation.run.runs import REPEATS, Runs, first_place, listed, runs_of
+from moe_onnx.validation.run.runs import REPEATS, Runs, first_place, listed, outputs_of, runs_of
 from moe_onnx.validation.run.sessions import ERRORS, Outputs, Session, make_session
 from moe_onnx.validation.subject import Subject
 
@@ -67,7 +67,8 @@ def routes(subject: Subject) -> Iterator[Outcome]:
             continue
         if wrong := differing(expected, found, ROUTES, _kind):
             node = _first_differing(runs, first, session, wrong, ROUTES)
-            yield ROUTES_DIFFER(where, found=f"{_some(wrong)}; {node}", expected=_limit(ROUTES))
+            said_of = f"{_some(wrong)}; {node}"
+            yield ROUTES_DIFFER(where, found=said_of, expected=_limit(ROUTES), places=outputs_of(wrong))
 
 
 def _each(runs: Runs, sessions: Sequence[Session]) -> dict[str, Outputs | Exception]:
@@ -108,6 +109,7 @@ def repeats(subject: Subject) -> Iterator[Outcome]:
                     yield NOT_DETERMINISTIC(
                         f"{threads} threads" if threads > 1 else "1 thread",
                         found=f"from run to run {listed(wrong)} changed; {said_of}",
+                        places=outputs_of(wrong),
                     )
                     return
         except ERRORS as error:
@@ -126,6 +128,7 @@ def repeats(subject: Subject) -> Iterator[Outcome]:
             f"{one.threads} and {two.threads} threads",
             found=f"{_some(wrong_by)}; {said_of}",
             expected=_limit(THREADS),
+            places=outputs_of(wrong_by),
         )
 
 

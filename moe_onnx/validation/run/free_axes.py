@@ -75,6 +75,7 @@ def sizes(subject: Subject) -> Iterator[Outcome]:
             f"{'axis' if len(names) == 1 else 'axes'} {listed(names)}",
             found=f"runs with {_said(runs.feeds.sizes)}, but with {_said(last)}: {said(why)}",
             expected="any size",
+            places=[f"axis {name!r}" for name in names],
         )
     yield from wrong
 

@@ -12,7 +12,7 @@ from moe_onnx.validation.run.agreement import is_float
 from moe_onnx.validation.run.feeds import draw_feeds
 from moe_onnx.validation.run.fixed_shapes import has_fixed_shapes
 from moe_onnx.validation.run.messages import is_about_shapes, said
-from moe_onnx.validation.run.runs import Runs, first_place, listed, runs_of
+from moe_onnx.validation.run.runs import Runs, first_place, listed, outputs_of, runs_of
 from moe_onnx.validation.run.sessions import (
     ERRORS,
     PLAIN,
@@ -172,7 +172,7 @@ def finite(subject: Subject) -> Iterator[Outcome]:
     found = (
         f"{listed(wrong)} {'is' if len(wrong) == 1 else 'are'} not finite; {first_place(runs, wrong, bad)}"
     )
-    yield (NOT_FINITE if own else MAY_NOT_BE_FINITE)("outputs", found=found)
+    yield (NOT_FINITE if own else MAY_NOT_BE_FINITE)("outputs", found=found, places=outputs_of(wrong))
 
 
 def _again(runs: Runs, wrong: list[str]) -> bool:

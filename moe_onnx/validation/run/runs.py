@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,15 +97,15 @@ class Runs:
 
 def runs_of(subject: Subject) -> Runs:
     """Make sessions by every route, draw inputs, and run: the first time this is called."""
-    found = subject.shared.get("runs")
-    if not isinstance(found, Runs):
-        # Where making them fails, that is told once: by the check that is first to ask.
-        found = subject.shared["runs"] = Runs(subject, None, "the runs could not be prepared")
-        found = subject.shared["runs"] = _made(subject)
-    return found
+    return subject.once(_runs)
 
 
-def _made(subject: Subject) -> Runs:
+def runs_so_far(subject: Subject) -> Runs | None:
+    """What :func:`runs_of` has made by now; None where nothing has asked for it."""
+    return subject.made(_runs)
+
+
+def _runs(subject: Subject) -> Runs:
     runs = Runs(subject, manifest_of(subject))
     if place := unreadable_equation(subject):
         runs.skipped = f"onnxruntime does not come to an end with the equation of {place}"
@@ -161,3 +162,8 @@ def first_place(runs: Runs, outputs: list[str], bad: Bad, *, always: bool = True
 def listed(names: list[str]) -> str:
     """Names for a message, the first three of them."""
     return few(map(repr, names))
+
+
+def outputs_of(names: Iterable[str]) -> list[str]:
+    """Names of outputs as the places of a finding."""
+    return [f"output {name!r}" for name in names]

@@ -43,6 +43,7 @@ def companions(subject: Subject) -> Iterator[Outcome]:
                 f"{what} of the manifest",
                 found=f"{few(twice)} named by {_owners(manifest, twice[0])}",
                 expected="each named once",
+                places=map(repr, twice),
             )
     if shared:
         return  # what the graphs have besides follows from it
@@ -107,7 +108,12 @@ def _match(
         if found:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             expected = "one for each parameter"
-            yield f"{where} {said}", COMPANIONS(where, found=f"{found[0]!r}{more} {said}", expected=expected)
+            yield (
+                f"{where} {said}",
+                COMPANIONS(
+                    where, found=f"{found[0]!r}{more} {said}", expected=expected, places=map(repr, found)
+                ),
+            )
     for name, dtype, shape in have:
         if name in known and (dtype, shape) != (known[name].dtype, known[name].shape):
             parameter = known[name]

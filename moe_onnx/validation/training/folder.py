@@ -140,8 +140,16 @@ def _file(file: str, name: str, model: ModelProto, manifest: Manifest) -> Iterat
         if missing and model.graph.name != name:
             called = f"the graph {model.graph.name!r}"
             yield FOLDER(
-                f"'{file}'", found=f"{called} without the {side} {few(missing)}", expected=f"{name!r}"
+                f"'{file}'",
+                found=f"{called} without the {side} {few(missing)}",
+                expected=f"{name!r}",
+                places=[f"'{file}', {side[:-1]} {one!r}" for one in missing],
             )
             return
         if missing and side == "outputs":
-            yield FOLDER(f"'{file}'", found=f"the {side} {few(missing)} are missing", expected=f"{name!r}")
+            yield FOLDER(
+                f"'{file}'",
+                found=f"the {side} {few(missing)} are missing",
+                expected=f"{name!r}",
+                places=[f"'{file}', {side[:-1]} {one!r}" for one in missing],
+            )

@@ -117,6 +117,7 @@ def gradients(subject: Subject) -> Iterator[Outcome]:
             f"output {GRAD_NORM!r}",
             found=f"{len(uncounted)} of {len(parts)} gradients are not in it: those of {few(uncounted)}",
             expected="all",
+            places=[f"gradient of parameter {name!r}" for name in uncounted],
         )
 
 
@@ -129,7 +130,12 @@ def _crossed(
     for part, names in same.items():
         if len(names) > 1:
             where = f"gradients of parameters {few(names)}"
-            yield GRADIENT_CROSSED(where, found=f"all are {few(part)}", expected="one gradient for each")
+            yield GRADIENT_CROSSED(
+                where,
+                found=f"all are {few(part)}",
+                expected="one gradient for each",
+                places=[f"gradient of parameter {name!r}" for name in names],
+            )
     shared = {name for names in same.values() if len(names) > 1 for name in names}
     uses = _companions(flow, [parameter.name for parameter in parameters])
     owners: dict[str, list[str]] = {}

@@ -91,9 +91,19 @@ def interface_findings(subject: Subject, training: Training) -> Iterator[Outcome
         said = [_missing(missing, side, frozen)] if missing else []
         said += [f"the manifest does not name {few(unfed)}"] if unfed else []
         if said:
-            yield INTERFACE(where, found="; ".join(said), expected="those of the manifest")
+            wrong = [*(one.name for one in missing), *unfed]
+            yield INTERFACE(
+                where,
+                found="; ".join(said),
+                expected="those of the manifest",
+                places=[f"{side} {name!r}" for name in wrong],
+            )
         elif side == "output" and extra:
-            yield CHANGED(where, found=f"the manifest does not name {few(extra)}")
+            yield CHANGED(
+                where,
+                found=f"the manifest does not name {few(extra)}",
+                places=[f"{side} {name!r}" for name in extra],
+            )
         elif not missing and not extra and given != names and len(given) == len(names):
             first = next(i for i, name in enumerate(names) if given[i] != name)
             yield CHANGED(where, found=f"{given[first]!r} is number {first}", expected=f"{names[first]!r}")
@@ -137,7 +147,8 @@ def _types(
         if found:
             one, have, want = found[0]
             more = f"; and {len(found) - 1} more {side}s differ" if len(found) > 1 else ""
-            yield kind(f"{one.role} {side} {one.name!r}", found=have + more, expected=want)
+            places = [f"{other.role} {side} {other.name!r}" for other, _, _ in found]
+            yield kind(places[0], found=have + more, expected=want, places=places)
 
 
 def _differ(have: Sequence[int | str], want: Sequence[int | str]) -> bool:

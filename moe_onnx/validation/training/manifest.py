@@ -67,6 +67,7 @@ def parameters(subject: Subject) -> Iterator[Outcome]:
             "parameters of the manifest",
             found="; ".join(said),
             expected=f"the {len(expected)} of its config",
+            places=[f"parameter {name!r}" for name in (*missing, *extra)],
         )
     same: dict[str, list[Finding]] = {}
     for finding in _shapes(training.config, expected, found):
@@ -132,13 +133,16 @@ def _states(manifest: Manifest, optimizer: Optimizer) -> Iterator[Outcome]:
     for (have, need, trained), names in wrong.items():
         why = f"those of {kind}" if trained else "as no gradient trains it"
         more = f"; and {len(names) - 1} more parameters alike" if len(names) > 1 else ""
-        yield OPTIMIZER(f"states of parameter {names[0]!r}", found=f"{have}{more}", expected=f"{need}, {why}")
+        places = [f"states of parameter {name!r}" for name in names]
+        yield OPTIMIZER(places[0], found=f"{have}{more}", expected=f"{need}, {why}", places=places)
     if decays:
         is_on = manifest.parameter(decays[0]).weight_decay
+        places = [f"weight decay of parameter {name!r}" for name in decays]
         yield OPTIMIZER(
-            f"weight decay of parameter {decays[0]!r}",
+            places[0],
             found=f"{is_on} for {few(decays)}",
             expected=f"{not is_on}, by the optimizer's weight_decay and no_decay",
+            places=places,
         )
 
 

@@ -72,6 +72,7 @@ def operators(subject: Subject) -> Iterator[Outcome]:
             f"operator {wrong[0]}" + f" and {len(wrong) - 1} more" * (len(wrong) > 1),
             found=", ".join(f"{counts[name]} {name}" for name in wrong),
             expected=", ".join(f"{wanted[name]} {name}" for name in wrong),
+            places=[f"operator {name}" for name in wrong],
         )
     if inlined:
         yield Skipped(f"{', '.join(inlined)}: bodies have taken the place of the operators")

@@ -109,7 +109,8 @@ def tensor_text(kind: tuple[str, tuple[int | str, ...]] | None) -> str:
 def as_one(findings: Sequence[Finding], what: str) -> Finding:
     """One finding for all of one cause: the first, and how many more there are."""
     first, more = findings[0], len(findings) - 1
-    return replace(first, found=f"{first.found}; and {more} more {what} alike") if more else first
+    said = f"{first.found}; and {more} more {what} alike"
+    return replace(first, found=said, places=collapse.places_of(findings)) if more else first
 
 
 def _read(subject: Subject) -> Training | str:
