@@ -337,7 +337,7 @@ import onnxruntime as ort
 arrays = np.load(sys.argv[2])
 session = ort.InferenceSession(sys.argv[1])
 got = session.run(None, {name: arrays[name] for name in arrays.files})
-assert not [name for name in sys.modules if "moe" in name or "extensions" in name]
+assert not [name for name in sys.modules if name.startswith(("moe_onnx", "onnxruntime_extensions"))]
 print(json.dumps([value.tolist() for value in got]))
 """
 

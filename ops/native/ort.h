@@ -50,14 +50,12 @@ template <typename Handle, void (*release)(Handle*)>
 using Owner = std::unique_ptr<Handle, Release<Handle, release>>;
 
 inline void release_shape(OrtTensorTypeAndShapeInfo* info) { ReleaseTensorTypeAndShapeInfo(info); }
-inline void release_info(OrtKernelInfo* info) { ReleaseKernelInfo(info); }
 inline void release_attribute(OrtOpAttr* attribute) { ReleaseOpAttr(attribute); }
 inline void release_op(OrtOp* op) { ReleaseOp(op); }
 inline void release_memory(OrtMemoryInfo* info) { ReleaseMemoryInfo(info); }
 inline void release_value(OrtValue* value) { ReleaseValue(value); }
 
 using ShapeInfo = Owner<OrtTensorTypeAndShapeInfo, release_shape>;
-using KernelInfo = Owner<OrtKernelInfo, release_info>;
 using Attribute = Owner<OrtOpAttr, release_attribute>;
 using Op = Owner<OrtOp, release_op>;
 using MemoryInfo = Owner<OrtMemoryInfo, release_memory>;

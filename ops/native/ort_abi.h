@@ -81,8 +81,6 @@ struct OrtApiBase {
   NAME(KernelInfoGetAttribute_int64, 86, OrtStatus*, (const OrtKernelInfo* info, const char* name, std::int64_t* out)) \
   NAME(KernelInfoGetAttributeArray_int64, 163, OrtStatus*,                                                       \
        (const OrtKernelInfo* info, const char* name, std::int64_t* out, std::size_t* size))                      \
-  NAME(CopyKernelInfo, 217, OrtStatus*, (const OrtKernelInfo* info, OrtKernelInfo** out))                        \
-  NAME(ReleaseKernelInfo, 218, void, (OrtKernelInfo* info))                                                      \
   NAME(KernelContext_GetInputCount, 88, OrtStatus*, (const OrtKernelContext* context, std::size_t* out))         \
   NAME(KernelContext_GetOutputCount, 89, OrtStatus*, (const OrtKernelContext* context, std::size_t* out))        \
   NAME(KernelContext_GetInput, 90, OrtStatus*,                                                                   \

@@ -128,11 +128,6 @@ inline OrtStatus* KernelInfoGetAttributeArray_int64(const OrtKernelInfo* info, c
   if (out != nullptr) std::copy(attribute->values.begin(), attribute->values.end(), out);
   return nullptr;
 }
-inline OrtStatus* CopyKernelInfo(const OrtKernelInfo* info, OrtKernelInfo** out) {
-  *out = new OrtKernelInfo(*info);
-  return nullptr;
-}
-inline void ReleaseKernelInfo(OrtKernelInfo* info) { delete info; }
 
 inline OrtStatus* KernelContext_GetInputCount(const OrtKernelContext* context, size_t* out) {
   *out = context->inputs.size();
