@@ -249,7 +249,12 @@ def test_float8_out_of_safetensors(tmp_path: Path, name: str, dtype: str) -> Non
 
 def test_a_dtype_that_numpy_has_not_is_named(tmp_path: Path) -> None:
     path = write_safetensors(tmp_path / "npu.safetensors", scale=("F8_E8M0", np.ones(4, np.uint8)))
-    with pytest.raises(moe_onnx.DataError, match=r"npu\.safetensors', tensor 'scale', is of dtype F8_E8M0"):
+    # The oldest safetensors does not know this dtype itself, and reads nothing of such a file.
+    named, unread = (
+        "', tensor 'scale', is of dtype F8_E8M0",
+        "' cannot be read as .safetensors: .*InvalidHeader",
+    )
+    with pytest.raises(moe_onnx.DataError, match=rf"npu\.safetensors({named}|{unread})"):
         moe_onnx.compare({"scale": np.ones(4)}, path)
 
 
