@@ -35,6 +35,7 @@ from operators import measure
 
 import moe_onnx
 from moe_onnx.kernels import native
+from moe_onnx.runtime.ort_values import to_ort_value
 
 # experts, rows, hidden size, expert hidden size
 SIZES = {"E8": (8, 2048, 1024, 1024), "E64": (64, 4096, 512, 1024), "E128": (128, 4096, 2048, 768)}
@@ -223,11 +224,7 @@ def session(
     runner = moe_onnx.InferenceSession(model, kernels=kernels)
     binding = runner.io_binding()
     for name in names:  # no copies of inputs in the time, as PyTorch has none
-        if data[name].dtype == DTYPES["bf16"]:
-            raw = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(data[name].view(np.uint16), ELEMS["bf16"])
-        else:
-            raw = ort.OrtValue.ortvalue_from_numpy(data[name])
-        binding.bind_ortvalue_input(name, raw)
+        binding.bind_ortvalue_input(name, to_ort_value(data[name]))
     binding.bind_output("out")
 
     def call() -> None:

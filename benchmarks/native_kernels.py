@@ -31,6 +31,7 @@ from operators import Call, copy_of, cpu_name, measure
 
 import moe_onnx
 from moe_onnx.kernels import native
+from moe_onnx.runtime.ort_values import to_ort_value
 
 DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 ELEMS = {
@@ -176,12 +177,7 @@ def session(
     runner = moe_onnx.InferenceSession(model, kernels=kernels)
     binding = runner.io_binding()
     for name in unique:
-        array = data[name]
-        if array.dtype == DTYPES["bf16"]:
-            raw = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), ELEMS[array.dtype])
-        else:
-            raw = ort.OrtValue.ortvalue_from_numpy(array)
-        binding.bind_ortvalue_input(name, raw)
+        binding.bind_ortvalue_input(name, to_ort_value(data[name]))
     for name in out:
         binding.bind_output(name)
     return lambda: runner.run_with_iobinding(binding), runner

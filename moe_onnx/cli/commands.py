@@ -15,6 +15,7 @@ from moe_onnx.adapters.python_ops import SERVED, UNAVAILABLE
 from moe_onnx.cli.shelf import is_fresh, shelf_files
 from moe_onnx.kernels import native
 from moe_onnx.operators import ALL
+from moe_onnx.runtime.routes import why_not
 from moe_onnx.validation.findings import write_beside
 from moe_onnx.validation.pages import page_files
 
@@ -49,7 +50,7 @@ def show_info() -> None:
 
 def _show_routes() -> None:
     """Print which routes there are, or why not, and what the native library is."""
-    reasons = {"native": native.unavailable(), "python": UNAVAILABLE, "body": ""}
+    reasons = why_not()
     _CONSOLE.print()
     table = Table("route", "available")
     for route, reason in reasons.items():

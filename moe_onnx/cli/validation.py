@@ -15,13 +15,14 @@ from rich.markdown import Markdown
 from moe_onnx.cli.options import CONSOLE, WORK_FAILED
 from moe_onnx.errors import OptionError
 from moe_onnx.validation import families
+from moe_onnx.validation.device.compare import Comparison
 from moe_onnx.validation.device.compare import compare as compare_tensors
 from moe_onnx.validation.device.golden import golden_modes, save_golden
 from moe_onnx.validation.device.golden_calls import MAKERS
 from moe_onnx.validation.device.golden_data import DTYPES, Sizes
 from moe_onnx.validation.device.standards import LEVELS as STANDARD_LEVELS
 from moe_onnx.validation.documents.targets import TARGETS
-from moe_onnx.validation.findings import LEVELS, json_text, write_beside
+from moe_onnx.validation.findings import LEVELS, Report, json_text, write_beside
 from moe_onnx.validation.html import report_page
 from moe_onnx.validation.pages import code_page
 from moe_onnx.validation.printing import print_comparison, print_report
@@ -39,6 +40,15 @@ def _known_place(ctx: click.Context, option: click.Parameter, value: Path | None
     if value is not None and value != STDOUT and not value.parent.is_dir():
         raise click.BadParameter(f"there is no folder '{value.parent}'.", ctx, option)
     return value
+
+
+def _is_shown(done: Report | Comparison, json_file: Path | None) -> bool:
+    """Write the JSON where it is wanted; whether people get to see it too: stdout has the JSON alone."""
+    if json_file == STDOUT:
+        click.echo(json_text(done.to_dict()), nl=False)
+    elif json_file is not None:
+        done.save_json(json_file)
+    return json_file != STDOUT
 
 
 @click.command()
@@ -93,11 +103,7 @@ def validate(
         report = validate_model(model, level=level, target=target, ub_size=ub_size, seed=seed)
     if html_file is not None:
         write_beside(html_file, report_page(report))
-    if json_file == STDOUT:
-        click.echo(json_text(report.to_dict()), nl=False)
-    else:
-        if json_file is not None:
-            report.save_json(json_file)
+    if _is_shown(report, json_file):
         print_report(report, CONSOLE, verbose=verbose)
     sys.exit(0 if report.ok else WORK_FAILED)
 
@@ -192,11 +198,7 @@ def compare(
         max_exceeding=max_exceeding,
         names=names,
     )
-    if json_file == STDOUT:
-        click.echo(json_text(done.to_dict()), nl=False)
-    else:
-        if json_file is not None:
-            done.save_json(json_file)
+    if _is_shown(done, json_file):
         print_comparison(done, CONSOLE, histogram=histogram)
     sys.exit(0 if done.ok else WORK_FAILED)
 

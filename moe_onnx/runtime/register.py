@@ -45,8 +45,9 @@ def register(sess_options: onnxruntime.SessionOptions, kernels: str = "auto") ->
         ModelError: If the kernels are not available here; says why, and what to install.
     """
     check_kernels(kernels, ("auto", "native", "python"))
-    kernels = choose(kernels, sess_options, "native", "python")
     before = registered(sess_options)
+    if kernels == "auto":
+        kernels = _best_beside(before, "native", "python")
     if before == kernels:
         return sess_options
     if before:
@@ -60,10 +61,12 @@ def choose(kernels: str, options: onnxruntime.SessionOptions | None, *order: str
     """What ``kernels`` means where ``"auto"`` is what the options have already, else the first available."""
     if kernels != "auto":
         return kernels
-    before = registered(options) if options is not None else ""
-    if before:
-        order = tuple(route for route in order if route in (before, "body"))
-    return best(*order)
+    return _best_beside(registered(options) if options is not None else "", *order)
+
+
+def _best_beside(before: str, *order: str) -> str:
+    """The first available route, of those that options with the kernels ``before`` leave."""
+    return best(*(route for route in order if not before or route in (before, "body")))
 
 
 def registered(options: onnxruntime.SessionOptions) -> str:

@@ -28,19 +28,24 @@ def check_kernels(kernels: str, legal: tuple[str, ...] = KERNELS) -> None:
         python_ops.library_path()
 
 
+def why_not() -> dict[str, str]:
+    """Why each route cannot be had here; an empty text for those that can."""
+    return {"native": native.unavailable(), "python": python_ops.UNAVAILABLE, "body": ""}
+
+
 def best(*routes: str) -> str:
     """The first of these that is available; if that is not ``"native"``, the reason is logged once.
 
     Raises:
         ModelError: If none is.
     """
-    why_not = {"native": native.unavailable(), "python": python_ops.UNAVAILABLE, "body": ""}
-    found = next((route for route in routes if not why_not[route]), None)
+    reason = why_not()
+    found = next((route for route in routes if not reason[route]), None)
     if found is None:
-        reasons = " ".join(f"{route}: {why_not[route].rstrip('.')}." for route in routes)
+        reasons = " ".join(f"{route}: {reason[route].rstrip('.')}." for route in routes)
         raise ModelError(f"No kernels are available. {reasons}")
     if found != "native" and "native" in routes and not _told:
         _told.append(found)
         level = logging.INFO if native.is_switched_off() else logging.WARNING
-        _LOG.log(level, "kernels='auto' is %r: no native kernels, %s", found, why_not["native"])
+        _LOG.log(level, "kernels='auto' is %r: no native kernels, %s", found, reason["native"])
     return found

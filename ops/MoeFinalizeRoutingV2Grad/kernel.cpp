@@ -111,16 +111,6 @@ struct Plan {
 };
 
 template <typename T>
-void zero_unnamed(const Call& call, const Plan& plan, T* out) {
-  const std::int64_t bytes = plan.hidden * std::int64_t(sizeof(T));
-  call.parallel(plan.slots.rows, 1 + bytes / 64, [=, &plan](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t row = begin; row < end; ++row) {
-      if (!plan.has_slot(row)) std::memset(static_cast<void*>(out + row * plan.hidden), 0, std::size_t(bytes));
-    }
-  });
-}
-
-template <typename T>
 void copy_rows(Call& call, const Plan& plan) {
   T* const out = call.output<T>(0, call.output_shape(0));
   call.output<T>(1, call.output_shape(1));
@@ -134,7 +124,7 @@ void copy_rows(Call& call, const Plan& plan) {
       if (row >= 0) copy(out + row * plan.hidden, grad + token * plan.hidden, std::size_t(bytes));
     }
   });
-  zero_unnamed(call, plan, out);
+  zero_unnamed(call, out, plan.slots.rows, bytes, [&](std::int64_t row) { return plan.has_slot(row); });
 }
 
 template <typename T, typename P>
@@ -176,7 +166,9 @@ void weigh_rows(Call& call, const Plan& plan) {
       }
     }
   });
-  if (out != nullptr) zero_unnamed(call, plan, out);
+  if (out == nullptr) return;
+  const std::int64_t row_bytes = hidden * std::int64_t(sizeof(T));
+  zero_unnamed(call, out, slots.rows, row_bytes, [&](std::int64_t row) { return plan.has_slot(row); });
 }
 
 Plan prepare(const Call& call) {

@@ -98,9 +98,8 @@ std::vector<std::int64_t> place(const std::int32_t* experts, std::int64_t slots,
                                 std::int64_t capacity) {
   std::vector<std::int64_t> next(buckets.counts().size(), 0);
   if (capacity == 0) {
-    for (std::size_t bucket = 1; bucket < next.size(); ++bucket) {
-      next[bucket] = next[bucket - 1] + buckets.counts()[bucket - 1];
-    }
+    next = buckets.counts();
+    to_starts(next);
   }
   std::vector<std::int64_t> rows(static_cast<std::size_t>(slots));
   for (std::int64_t slot = 0; slot < slots; ++slot) {

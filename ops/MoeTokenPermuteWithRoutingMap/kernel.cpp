@@ -114,12 +114,7 @@ Plan plan_unpadded(const std::int8_t* map, std::int64_t tokens, std::int64_t exp
     axes.bind('K', top_k, "'routing_map'");
     check_limits(kName, axes, false);
   }
-  std::int64_t pairs = 0;
-  for (std::int64_t& row : next) {
-    const std::int64_t count = row;
-    row = pairs;
-    pairs += count;
-  }
+  const std::int64_t pairs = to_starts(next);
   Plan plan;
   plan.cells.resize(std::size_t(pairs));
   plan.index.assign(std::size_t(tokens * top_k), -1);

@@ -6,6 +6,7 @@
 #include "../native/indices.h"
 #include "../native/operator.h"
 #include "../native/routing_map.h"
+#include "../native/token_sums.h"
 
 namespace moe {
 namespace {
@@ -84,31 +85,24 @@ void add_rows(Call& call, bool padded) {
   if (out == nullptr) return;
   const T* const grad = call.input<T>(kGrad);
   const std::int32_t* const index = call.input<std::int32_t>(kIndex);
-  // The rows of each token, side by side in the order in which they are added.
-  std::vector<const T*> rows(std::size_t(num_rows), nullptr);
-  std::vector<std::size_t> start(std::size_t(tokens) + 1, 0);
+  TokenSums<T> sums;
+  sums.rows.reserve(std::size_t(num_rows));
   if (padded) {
-    for (std::int64_t i = 0; i < num_rows; ++i) ++start[std::size_t(index[i]) + 1];
-    for (std::size_t token = 0; token < std::size_t(tokens); ++token) start[token + 1] += start[token];
-    std::vector<std::size_t> next(start);
-    for (std::int64_t i = 0; i < num_rows; ++i) rows[next[std::size_t(index[i])]++] = grad + i * hidden;
+    Groups of_token(index, num_rows, tokens);
+    for (const std::int32_t row : of_token.order) sums.add(grad + row * hidden);
+    sums.start = std::move(of_token.start);
   } else {
     const std::int64_t top_k = num_rows / tokens;
-    std::size_t count = 0;
+    sums.start.reserve(std::size_t(tokens) + 1);
     for (std::int64_t token = 0; token < tokens; ++token) {
+      sums.start.push_back(std::int64_t(sums.rows.size()));
       for (std::int64_t slot = token * top_k; slot < (token + 1) * top_k; ++slot) {
-        if (index[slot] >= 0) rows[count++] = grad + index[slot] * hidden;
+        if (index[slot] >= 0) sums.add(grad + index[slot] * hidden);
       }
-      start[std::size_t(token) + 1] = count;
     }
+    sums.start.push_back(std::int64_t(sums.rows.size()));
   }
-  const std::int64_t bytes = (num_rows / tokens + 1) * hidden * std::int64_t(sizeof(T));
-  call.parallel(tokens, bytes, [=, &rows, &start](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t token = begin; token < end; ++token) {
-      const std::size_t first = start[std::size_t(token)], last = start[std::size_t(token) + 1];
-      rows_of<T>().sum(out + token * hidden, rows.data() + first, last - first, std::size_t(hidden));
-    }
-  });
+  sums.write(call, out, tokens, hidden);
 }
 
 // What is not in a cell of `cells`, one for each row or -1, is 0. Padded, a cell is the row's token and the expert

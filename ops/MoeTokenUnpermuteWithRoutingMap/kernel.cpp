@@ -6,6 +6,7 @@
 #include "../native/indices.h"
 #include "../native/operator.h"
 #include "../native/routing_map.h"
+#include "../native/token_sums.h"
 
 namespace moe {
 namespace {
@@ -68,40 +69,6 @@ void check_rows(const Call& call) {
              selected, "), got shape ", show(call.info(kRows).shape), ".");
 }
 
-// The rows that each token adds up, one list of a token behind the other, and their weights if there are any.
-template <typename T>
-struct Terms {
-  std::vector<const T*> rows;
-  std::vector<Wide<T>> weights;
-  std::vector<std::int64_t> start;  // of each token, and the end
-
-  void add(const T* row) { rows.push_back(row); }
-  void add(const T* row, Wide<T> weight) {
-    rows.push_back(row);
-    weights.push_back(weight);
-  }
-};
-
-template <typename T>
-void add_up(Call& call, T* out, const Terms<T>& terms, std::int64_t tokens) {
-  const std::int64_t hidden = call.size(kRows, 1);
-  if (out == nullptr || hidden == 0) return;
-  const std::int64_t rows_each = std::int64_t(terms.rows.size()) / std::max<std::int64_t>(tokens, 1);
-  const std::int64_t bytes = (rows_each + 1) * hidden * std::int64_t(sizeof(T));
-  call.parallel(tokens, bytes, [=, &terms](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t token = begin; token < end; ++token) {
-      const std::int64_t first = terms.start[std::size_t(token)];
-      const std::size_t count = std::size_t(terms.start[std::size_t(token) + 1] - first);
-      if (terms.weights.empty()) {
-        rows_of<T>().sum(out + token * hidden, terms.rows.data() + first, count, std::size_t(hidden));
-      } else {
-        rows_of<T>().weighted_sum(out + token * hidden, terms.rows.data() + first, terms.weights.data() + first,
-                                  count, std::size_t(hidden));
-      }
-    }
-  });
-}
-
 // Each row goes to the token that the index names.
 template <typename T, typename P>
 void run_padded(Call& call, std::int64_t tokens) {
@@ -117,7 +84,7 @@ void run_padded(Call& call, std::int64_t tokens) {
   auto* const out_index = call.output<std::int32_t>(kOutIndex, {count});
   auto* const token_id = call.output<std::int32_t>(kTokenId, {count});
   P* const used = call.output<P>(kUsed, {probs == nullptr ? 0 : count});
-  Terms<T> terms;
+  TokenSums<T> terms;
   terms.rows.reserve(std::size_t(count));
   for (std::int64_t place = 0; place < count; ++place) {
     const std::int32_t row = of_token.order[std::size_t(place)], token = index[row];
@@ -132,7 +99,7 @@ void run_padded(Call& call, std::int64_t tokens) {
     terms.add(rows + row * hidden, widen(weight));
   }
   terms.start = of_token.start;
-  add_up(call, out, terms, tokens);
+  terms.write(call, out, tokens, hidden);
 }
 
 // Each token names the rows of its slots. What is left out is left out, not multiplied by 0: a NaN in the row of an
@@ -155,7 +122,7 @@ void run_unpadded(Call& call, std::int64_t tokens) {
   P* const used = call.output<P>(kUsed, {probs == nullptr ? 0 : count});
   if (out_index != nullptr) std::copy(index, index + count, out_index);
   if (token_id != nullptr) std::copy(index, index + count, token_id);
-  Terms<T> terms;
+  TokenSums<T> terms;
   terms.rows.reserve(std::size_t(count));
   terms.start.reserve(std::size_t(tokens) + 1);
   for (std::int64_t slot = 0, token = 0; token < tokens; ++token) {
@@ -173,7 +140,7 @@ void run_unpadded(Call& call, std::int64_t tokens) {
     }
   }
   terms.start.push_back(std::int64_t(terms.rows.size()));
-  add_up(call, out, terms, tokens);
+  terms.write(call, out, tokens, hidden);
 }
 
 void compute(Call& call) {

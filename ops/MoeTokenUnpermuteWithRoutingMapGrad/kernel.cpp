@@ -131,16 +131,6 @@ Plan prepare(const Call& call) {
 }
 
 template <typename T>
-void zero_unnamed(const Call& call, const Plan& plan, T* rows_grad) {
-  const std::int64_t bytes = plan.hidden * std::int64_t(sizeof(T));
-  call.parallel(plan.rows, 1 + bytes / 64, [=, &plan](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t row = begin; row < end; ++row) {
-      if (!plan.named[row]) std::memset(rows_grad + row * plan.hidden, 0, std::size_t(bytes));
-    }
-  });
-}
-
-template <typename T>
 void copy_rows(Call& call, const Plan& plan) {
   T* const rows_grad = call.output<T>(0, call.output_shape(0));
   call.output<T>(1, call.output_shape(1));
@@ -156,7 +146,7 @@ void copy_rows(Call& call, const Plan& plan) {
       copy(rows_grad + index[slot] * plan.hidden, from, std::size_t(bytes));
     }
   });
-  zero_unnamed(call, plan, rows_grad);
+  zero_unnamed(call, rows_grad, plan.rows, bytes, [&](std::int64_t row) { return plan.named[row]; });
 }
 
 template <typename T, typename P>
@@ -204,7 +194,9 @@ void weigh_rows(Call& call, const Plan& plan) {
   for (std::size_t slot = 0; slot < dots.size(); ++slot) {
     narrow(dots[slot], probs_grad[plan.cell(std::int64_t(slot), index[slot], token[slot])]);
   }
-  if (rows_grad != nullptr && width) zero_unnamed(call, plan, rows_grad);
+  if (rows_grad == nullptr) return;
+  const std::int64_t bytes = plan.hidden * std::int64_t(sizeof(T));
+  zero_unnamed(call, rows_grad, plan.rows, bytes, [&](std::int64_t row) { return plan.named[row]; });
 }
 
 void compute(Call& call) {

@@ -42,6 +42,16 @@ Bits check_unique(const Index& index, std::int64_t rows, const char* why) {
   return named;
 }
 
+std::int64_t to_starts(std::vector<std::int64_t>& sizes) {
+  std::int64_t end = 0;
+  for (std::int64_t& part : sizes) {
+    const std::int64_t size = part;
+    part = end;
+    end += size;
+  }
+  return end;
+}
+
 Groups::Groups(const std::int32_t* values, std::int64_t count, std::int64_t size)
     : order(std::size_t(count)), start(std::size_t(size) + 1) {
   for (std::int64_t i = 0; i < count; ++i) ++start[std::size_t(values[i])];

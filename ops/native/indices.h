@@ -37,6 +37,9 @@ void check_range(const Index& index, std::int64_t low, std::int64_t high, const 
 // [-1, rows).
 Bits check_unique(const Index& index, std::int64_t rows, const char* why);
 
+// Turns the sizes of parts that lie one behind the other into their starts; gives the end of the last.
+std::int64_t to_starts(std::vector<std::int64_t>& sizes);
+
 // Positions by value, a stable sort: those of value v are order[start[v]] to order[start[v + 1] - 1], ascending.
 // All values are in [0, size).
 struct Groups {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -80,6 +81,18 @@ class Call {
   Infos outputs_;
   std::vector<void*> data_;
 };
+
+// Zeros the rows of `bytes` bytes for which is_named(row) is false: an output has no row that nobody wrote.
+template <typename IsNamed>
+void zero_unnamed(const Call& call, void* out, std::int64_t rows, std::int64_t bytes, const IsNamed& is_named) {
+  char* const first = static_cast<char*>(out);
+  // Most rows are only asked for.
+  call.parallel(rows, 1 + bytes / 64, [=, &is_named](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t row = begin; row < end; ++row) {
+      if (!is_named(row)) std::memset(first + row * bytes, 0, std::size_t(bytes));
+    }
+  });
+}
 
 // action(T()) for the element type T of a float tensor.
 template <typename Action>

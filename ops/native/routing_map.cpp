@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "indices.h"
+
 namespace moe {
 
 namespace {
@@ -91,12 +93,7 @@ std::vector<std::int64_t> row_cells(const char* op, const std::int8_t* map, std:
   for (std::int64_t token = 0; token < tokens; ++token) {
     for_selected(map + token * experts, experts, [&](std::int64_t expert) { ++next[std::size_t(expert)]; });
   }
-  std::int64_t pairs = 0;
-  for (std::int64_t& start : next) {
-    const std::int64_t count = start;
-    start = pairs;
-    pairs += count;
-  }
+  const std::int64_t pairs = to_starts(next);
   if (pairs > num_rows) {
     RoutingMapError(op, ": 'routing_map' may select at most N = ", num_rows, " (expert, token) pairs, got ", pairs,
                     ".");

@@ -185,6 +185,15 @@ void scale(T* out, const T* in, Wide<T> weight, std::size_t width) {
 
 constexpr int kLanes = 32;
 
+// The sum of the lanes, in a tree that does not depend on the width of vectors.
+template <typename W>
+W fold(W* lanes) {
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
+}
+
 // Both products: `bias` is null where there is none.
 template <bool biased, typename T>
 Wide<T> multiply(const T* a, const T* bias, const T* b, std::size_t width) {
@@ -206,10 +215,7 @@ Wide<T> multiply(const T* a, const T* bias, const T* b, std::size_t width) {
     if constexpr (biased) left += widen(bias[i]);
     lanes[lane] += left * widen(b[i]);
   }
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  }
-  return lanes[0];
+  return fold(lanes);
 }
 
 template <typename T>
@@ -242,14 +248,29 @@ void copy(void* out, const void* in, std::size_t bytes) {
   if (bytes) std::memcpy(out, in, bytes);
 }
 
-#if defined(__x86_64__) || defined(_M_X64)
-inline void store_past(char* out, const char* in) {
+// As many bytes as are one vector of this table, or fewer, past the caches; `out` is a multiple of them.
+template <std::size_t bytes>
+void stream(void* out, const void* in) {
 #if defined(__AVX512F__)
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(out), _mm512_loadu_si512(in));
-#elif defined(__AVX2__)
-  _mm256_stream_si256(reinterpret_cast<__m256i*>(out), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in)));
-#else
-  _mm_stream_si128(reinterpret_cast<__m128i*>(out), _mm_loadu_si128(reinterpret_cast<const __m128i*>(in)));
+  if constexpr (bytes == 64) return _mm512_stream_si512(static_cast<__m512i*>(out), _mm512_loadu_si512(in));
+#endif
+#if defined(__AVX2__)
+  if constexpr (bytes == 32) {
+    return _mm256_stream_si256(static_cast<__m256i*>(out), _mm256_loadu_si256(static_cast<const __m256i*>(in)));
+  }
+#endif
+#if defined(__x86_64__) || defined(_M_X64)
+  if constexpr (bytes == 16) {
+    return _mm_stream_si128(static_cast<__m128i*>(out), _mm_loadu_si128(static_cast<const __m128i*>(in)));
+  }
+#endif
+  std::memcpy(out, in, bytes);
+}
+
+// What was streamed is in no order with other stores: others may read it only after this.
+inline void end_of_stream() {
+#if defined(__x86_64__) || defined(_M_X64)
+  _mm_sfence();
 #endif
 }
 
@@ -262,14 +283,11 @@ void copy_past(void* to, const void* from, std::size_t bytes) {
   copy(out, in, head);
   std::size_t i = head;
   for (; i + kLine <= bytes; i += kLine) {
-    for (std::size_t j = 0; j < kLine; j += kBytes) store_past(out + i + j, in + i + j);
+    for (std::size_t j = 0; j < kLine; j += kBytes) stream<kBytes>(out + i + j, in + i + j);
   }
   copy(out + i, in + i, bytes - i);
-  _mm_sfence();  // such stores are in no order with others
+  end_of_stream();
 }
-#else
-void copy_past(void* out, const void* in, std::size_t bytes) { copy(out, in, bytes); }
-#endif
 
 // A vector of results past the caches; `out` is a multiple of what is written.
 template <typename T, typename V>
@@ -277,22 +295,7 @@ void store_past(T* out, V value) {
   constexpr std::size_t bytes = sizeof(T) * sizeof(V) / sizeof(Wide<T>);
   alignas(bytes) T made[bytes / sizeof(T)];
   store(made, value);
-#if defined(__AVX512F__)
-  if constexpr (bytes == 64) {
-    return _mm512_stream_si512(reinterpret_cast<__m512i*>(out), *reinterpret_cast<const __m512i*>(made));
-  }
-#endif
-#if defined(__AVX2__)
-  if constexpr (bytes == 32) {
-    return _mm256_stream_si256(reinterpret_cast<__m256i*>(out), *reinterpret_cast<const __m256i*>(made));
-  }
-#endif
-#if defined(__x86_64__) || defined(_M_X64)
-  if constexpr (bytes == 16) {
-    return _mm_stream_si128(reinterpret_cast<__m128i*>(out), *reinterpret_cast<const __m128i*>(made));
-  }
-#endif
-  std::memcpy(static_cast<void*>(out), made, bytes);
+  stream<bytes>(out, made);
 }
 
 template <typename T>
@@ -305,9 +308,7 @@ void scale_past(T* out, const T* in, Wide<T> weight, std::size_t width) {
   }
   for (; i + size <= width; i += size) store_past(out + i, load(in + i) * weight);
   for (; i < width; ++i) narrow(widen(in[i]) * weight, out[i]);
-#if defined(__x86_64__) || defined(_M_X64)
-  _mm_sfence();
-#endif
+  end_of_stream();
 }
 
 // The bits of `dot`, and of `scale`. One pass, so that the memory reads while it writes.
@@ -338,10 +339,7 @@ Wide<T> scaled_dot(T* out, const T* in, Wide<T> weight, const T* other, const T*
     lanes[lane] += widen(other[i]) * widen(in[i]);
     narrow(widen(in[i]) * weight, out[i]);
   }
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  }
-  return lanes[0];
+  return fold(lanes);
 }
 
 template <typename T>
@@ -352,9 +350,7 @@ Wide<T> scale_and_dot(T* out, const T* in, Wide<T> weight, const T* other, const
     return scaled_dot<false>(out, in, weight, other, next, width);
   }
   const Wide<T> dot = scaled_dot<true>(out, in, weight, other, next, width);
-#if defined(__x86_64__) || defined(_M_X64)
-  _mm_sfence();
-#endif
+  end_of_stream();
   return dot;
 }
 

@@ -12,11 +12,10 @@ import onnxruntime
 from onnx import ModelProto, ValueInfoProto
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from moe_onnx.adapters import python_ops
 from moe_onnx.errors import MoeOnnxError
-from moe_onnx.kernels import native
 from moe_onnx.rewrite.legalize import uses_domain
 from moe_onnx.runtime.ort_values import to_numpy, to_ort_value
+from moe_onnx.runtime.routes import why_not
 from moe_onnx.runtime.session import InferenceSession
 from moe_onnx.spec import DOMAIN
 from moe_onnx.validation.file.tensor_data import bytes_of
@@ -105,8 +104,7 @@ def routes(subject: Subject) -> tuple[str, ...]:
     """The ways that this model can be run here: the kernels of our operators, and plain onnxruntime."""
     if not uses_domain(subject.model):
         return (PLAIN,)
-    why_not = {"native": native.unavailable(), "python": python_ops.UNAVAILABLE, "body": ""}
-    ours = [route for route, reason in why_not.items() if not reason]
+    ours = [route for route, reason in why_not().items() if not reason]
     bodies = {f.name for f in subject.model.functions if f.domain == DOMAIN}
     used = {node.op_type for _, node in subject.nodes() if node.domain == DOMAIN}
     return (*ours, PLAIN) if used and used <= bodies else tuple(ours)
