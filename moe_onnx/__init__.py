@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from moe_onnx.autodiff.differentiate import differentiate
     from moe_onnx.autodiff.registry import register_gradient
     from moe_onnx.build.training_graph import TrainingGraph, build_training_graph
+    from moe_onnx.huggingface.pretrained import Pretrained, from_pretrained
+    from moe_onnx.huggingface.saving import save_pretrained
     from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
     from moe_onnx.runtime.generate import generate
     from moe_onnx.runtime.train import train
@@ -94,6 +96,7 @@ __all__ = [
     "MoeOnnxError",
     "NonFiniteError",
     "OptionError",
+    "Pretrained",
     "RankError",
     "RoutingMapError",
     "ShapeError",
@@ -106,6 +109,7 @@ __all__ = [
     "build_training_graph",
     "compare",
     "differentiate",
+    "from_pretrained",
     "function_body",
     "generate",
     "load_checkpoint",
@@ -124,6 +128,7 @@ __all__ = [
     "register",
     "register_gradient",
     "save_checkpoint",
+    "save_pretrained",
     "train",
     "validate",
 ]
@@ -138,6 +143,9 @@ _ON_FIRST_USE = {
     "register_gradient": "moe_onnx.autodiff.registry",
     "TrainingGraph": "moe_onnx.build.training_graph",
     "build_training_graph": "moe_onnx.build.training_graph",
+    "Pretrained": "moe_onnx.huggingface.pretrained",
+    "from_pretrained": "moe_onnx.huggingface.pretrained",
+    "save_pretrained": "moe_onnx.huggingface.saving",
     "load_checkpoint": "moe_onnx.runtime.checkpoint",
     "save_checkpoint": "moe_onnx.runtime.checkpoint",
     "generate": "moe_onnx.runtime.generate",

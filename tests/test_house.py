@@ -24,13 +24,25 @@ PACKAGE = ROOT / "moe_onnx"
 ROOMS = {
     "errors": set(),
     "spec": {"errors"},
+    "storage": {"errors"},
     "operators": {"errors", "spec"},
     "kernels": {"errors", "spec", "operators"},
     "adapters": {"errors", "spec", "operators", "kernels"},
     "autodiff": {"errors", "spec", "operators", "adapters"},
-    "build": {"errors", "spec", "operators", "adapters", "autodiff"},
+    "build": {"errors", "spec", "storage", "operators", "adapters", "autodiff"},
     "rewrite": {"errors", "spec", "operators", "adapters", "autodiff"},
-    "runtime": {"errors", "spec", "operators", "kernels", "adapters", "autodiff", "rewrite", "build"},
+    "runtime": {
+        "errors",
+        "spec",
+        "storage",
+        "operators",
+        "kernels",
+        "adapters",
+        "autodiff",
+        "rewrite",
+        "build",
+    },
+    "huggingface": {"errors", "spec", "storage", "build", "runtime"},
     "validation": {
         "errors",
         "spec",
@@ -46,6 +58,7 @@ ROOMS = {
 NOT_ALLOWED = {
     "errors": {"numpy", "onnx", "onnxruntime", "onnxruntime_extensions"},
     "spec": {"numpy", "onnx", "onnxruntime", "onnxruntime_extensions"},
+    "storage": {"onnx", "onnxruntime", "onnxruntime_extensions"},
     "operators": {"onnx", "onnxruntime", "onnxruntime_extensions"},
     "kernels": {"onnx", "onnxruntime", "onnxruntime_extensions"},
     "adapters": {"onnxruntime"},
@@ -53,6 +66,7 @@ NOT_ALLOWED = {
     "build": {"onnxruntime", "onnxruntime_extensions"},
     "rewrite": {"onnxruntime", "onnxruntime_extensions"},
     "runtime": {"onnxruntime_extensions"},
+    "huggingface": {"onnxruntime", "onnxruntime_extensions"},
     "cli": {"onnxruntime_extensions"},
 }
 
@@ -119,6 +133,7 @@ def test_public_names() -> None:
         "MoeOnnxError",
         "NonFiniteError",
         "OptionError",
+        "Pretrained",
         "RankError",
         "RoutingMapError",
         "SGD",
@@ -132,6 +147,7 @@ def test_public_names() -> None:
         "build_training_graph",
         "compare",
         "differentiate",
+        "from_pretrained",
         "function_body",
         "generate",
         "load_checkpoint",
@@ -150,6 +166,7 @@ def test_public_names() -> None:
         "register",
         "register_gradient",
         "save_checkpoint",
+        "save_pretrained",
         "train",
         "validate",
     ]

@@ -163,6 +163,8 @@ def declared(infos: list[TensorInfo]) -> list[onnx.ValueInfoProto]:
 class TinyGraph:
     """What ``build_training_graph`` gives, of the bigram model."""
 
+    weights = None  # they are drawn
+
     def __init__(self, *assemblies: str, vocab_size: int = V) -> None:
         assemblies = assemblies or ("grad", "apply", "eval", "forward")
         found = [

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+from moe_onnx.build.weights import WEIGHTS
 from moe_onnx.errors import ModelError
 
 FORMAT = "moe_onnx.manifest"
@@ -97,6 +98,8 @@ class Manifest:
         versions: Packages the graphs were made with.
         opset: Opset version by domain.
         ir_version: IR version of the models.
+        weights: File beside ``manifest.json`` with the values that training starts from; None: they are
+            drawn. Only that file's manifest names it, not those that graphs carry.
     """
 
     config: dict[str, Any]
@@ -107,6 +110,7 @@ class Manifest:
     opset: dict[str, int]
     ir_version: int
     dispatch: dict[str, Any] = field(default_factory=dict)
+    weights: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Hold options as JSON gives them back, tuples as lists, so that a reloaded manifest is equal."""
@@ -163,6 +167,7 @@ class Manifest:
             "config": dict(self.config),
             "optimizer": None if self.optimizer is None else dict(self.optimizer),
             "dispatch": dict(self.dispatch),
+            **({} if self.weights is None else {"weights": self.weights}),
             "parameters": [asdict(parameter) for parameter in self.parameters],
             "graphs": {name: asdict(graph) for name, graph in self.graphs.items()},
         }
@@ -201,7 +206,14 @@ class Manifest:
             opset=top.get("opset", dict),
             ir_version=top.get("ir_version", int),
             dispatch=top.get("dispatch", dict) if "dispatch" in data else {},
+            weights=_weights(top) if "weights" in data else None,
         )
+
+
+def _weights(top: _Reader) -> str:
+    if (name := top.get("weights", str)) != WEIGHTS:
+        raise ModelError(f"manifest: 'weights' must be '{WEIGHTS}', got {name!r}.")
+    return WEIGHTS
 
 
 def _closest(name: str, names: tuple[str, ...]) -> str:

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from moe_onnx.build.manifest import GraphInfo, Manifest, ParameterInfo, StateInf
 from moe_onnx.build.optimizers import AdamW, Optimizer, state_names
 from moe_onnx.build.parameters import Parameter, parameters_of
 from moe_onnx.build.update import Scalars, balance, clip_factor, global_norm, load_excess, update
+from moe_onnx.build.weights import ORIGIN, WEIGHTS, StoredWeights, Weights
 from moe_onnx.errors import ConfigError, ModelError
 from moe_onnx.spec import DOMAIN, PACKAGE_VERSION, VERSION
 
@@ -47,10 +48,12 @@ class TrainingGraph:
     Args:
         models: By assembly: ``"step"``, ``"grad"``, ``"apply"``, ``"eval"``, ``"forward"``.
         manifest: Config, optimizer, parameters, inputs and outputs.
+        weights: Where training starts from, such as a checkpoint; None: from :meth:`init_parameters`.
     """
 
     models: Mapping[str, onnx.ModelProto]
     manifest: Manifest
+    weights: Weights | None = field(default=None, compare=False)
 
     @property
     def model(self) -> onnx.ModelProto:
@@ -71,22 +74,45 @@ class TrainingGraph:
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``<assembly>.onnx`` for each model, and ``manifest.json``; give the folder.
+        """Write ``<assembly>.onnx`` for each model, the weights if there are any, and ``manifest.json``.
 
         Files are written beside their places and moved there when they are whole.
+
+        Raises:
+            ModelError: If the folder has a ``model.safetensors`` of others, which would be overwritten.
         """
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
+        self._check_weights(target)
         beside = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
         try:
             for name, model in self.models.items():
                 (beside / f"{name}.onnx").write_bytes(model.SerializeToString())
-            (beside / "manifest.json").write_text(self.manifest.to_json(), "utf-8")
+            if self.weights is not None:
+                self.weights.write_weights(beside)
+            manifest = replace(self.manifest, weights=None if self.weights is None else WEIGHTS)
+            (beside / "manifest.json").write_text(manifest.to_json(), "utf-8")
+            if (target / ORIGIN).is_dir() and (beside / ORIGIN).is_dir():
+                os.replace(target / ORIGIN, beside / f"old-{ORIGIN}")  # goes with the folder it is in
             for path in sorted(beside.iterdir(), key=lambda path: path.name == "manifest.json"):
-                os.replace(path, target / path.name)
+                if path.name != f"old-{ORIGIN}":
+                    os.replace(path, target / path.name)
         finally:
             shutil.rmtree(beside)
         return target
+
+    def _check_weights(self, target: Path) -> None:
+        """See that no checkpoint of others is overwritten, such as the one the weights are read from."""
+        if self.weights is None or not os.path.lexists(target / WEIGHTS):
+            return
+        try:
+            ours = Manifest.from_json((target / "manifest.json").read_bytes()).weights == WEIGHTS
+        except (OSError, ModelError):
+            ours = False
+        if not ours:
+            raise ModelError(
+                f"{target / WEIGHTS}: is of no training graph, and would be overwritten. Give another folder."
+            )
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> TrainingGraph:
@@ -94,6 +120,7 @@ class TrainingGraph:
 
         Raises:
             ModelError: If a file is missing or no model, or the manifest is not this package's.
+            CheckpointError: If the manifest names weights that are missing or damaged.
         """
         source = Path(folder)
         models = {}
@@ -108,7 +135,7 @@ class TrainingGraph:
                 raise
             except Exception as error:
                 raise ModelError(f"{path}: this is no ONNX model ({error}).") from error
-        return cls(models, manifest)
+        return cls(models, manifest, None if manifest.weights is None else StoredWeights(source))
 
 
 def build_training_graph(

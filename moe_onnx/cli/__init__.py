@@ -11,7 +11,7 @@ import click
 import moe_onnx
 from moe_onnx.build.recipe import Schedule
 from moe_onnx.build.training_graph import TrainingGraph
-from moe_onnx.cli import graphs, training, validation
+from moe_onnx.cli import graphs, huggingface, training, validation
 from moe_onnx.cli.commands import show_info, write_cards, write_pages, write_shelf
 from moe_onnx.cli.options import ASSEMBLY, CONSOLE, INTERRUPTED, Commands, build, model_options, recipe_of
 from moe_onnx.errors import OptionError
@@ -33,6 +33,8 @@ def main() -> None:
       moe-onnx demo                                  build, check, train and sample a small model
       moe-onnx export --experts 8 --top-k 2 -o model write training graphs
       moe-onnx train model --text book.txt -o run    train them
+      moe-onnx export --from-hf mixtral -o model     those of a checkpoint of Hugging Face
+      moe-onnx to-hf run trained                     the trained checkpoint back
       moe-onnx info model                            what is in them
       moe-onnx validate model/grad.onnx --level run  whether they are right
 
@@ -64,10 +66,15 @@ def demo(text: Path | None, steps: int | None, output: Path) -> None:
 @main.command()
 @model_options
 @click.option(
+    "--from-hf",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Folder of a checkpoint of Hugging Face, whose weights are written too.",
+)
+@click.option(
     "--assembly", default=ASSEMBLY, show_default=True, help="Some of step, grad, apply, eval, forward."
 )
 @click.option("-o", "--output", type=FOLDER, required=True, help="Folder for the graphs and manifest.json.")
-def export(assembly: str, output: Path, **model: Any) -> None:
+def export(assembly: str, output: Path, from_hf: Path | None, **model: Any) -> None:
     """Write the training graphs of a model, and say what is in them.
 
     \b
@@ -77,8 +84,12 @@ def export(assembly: str, output: Path, **model: Any) -> None:
       moe-onnx export --assembly step --optimizer sgd --set qk_norm=head -o model
       moe-onnx export --dispatch routing_map --capacity-factor 1.25 --set tokens_per_batch=2048 -o model
       moe-onnx export --router sigmoid --set router_selection_bias=true --aux-loss sequence -o model
+      moe-onnx export --from-hf mixtral --set router_aux_loss_coef=0.02 -o model
     """  # noqa: D301
-    graph = build(recipe_of(**model), assembly)
+    if from_hf is None:
+        graph = build(recipe_of(**model), assembly)
+    else:
+        graph = huggingface.graph_of(from_hf, assembly, **model)
     graph.save(output)
     graphs.print_graphs(graph)
     CONSOLE.print(f"written to {output}", markup=False)
@@ -87,7 +98,12 @@ def export(assembly: str, output: Path, **model: Any) -> None:
 @main.command()
 @click.argument("graph", required=False, type=click.Path(path_type=Path, file_okay=False, exists=True))
 @model_options
-@click.option("--text", type=FILE, help="Train on the bytes of this file.")
+@click.option("--text", type=FILE, help="Train on this file: its bytes, or its tokens by a tokenizer.")
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path, exists=True),
+    help="Folder with tokenizer.json. Default: that of the checkpoint the model comes from.",
+)
 @click.option("--tokens", type=FILE, help="Train on the token ids of a .npy or .bin file.")
 @click.option("--dtype", type=click.Choice(BIN_DTYPES), help="Of a .bin file; default: uint16.")
 @click.option("--steps", type=click.IntRange(min=1), help="Updates in all.")
@@ -112,6 +128,7 @@ def train(
     /,
     graph: Path | None,
     text: Path | None,
+    tokenizer: Path | None,
     tokens: Path | None,
     dtype: str | None,
     output: Path,
@@ -129,6 +146,7 @@ def train(
     Examples:
       moe-onnx train model --text book.txt --steps 1000 --eval-every 100 -o run
       moe-onnx train --config tiny_moe_lm --text book.txt -o run
+      moe-onnx train model --text book.txt --tokenizer mixtral -o run
       moe-onnx train model --tokens ids.bin --dtype uint16 --batch-size 4 -o run
       moe-onnx train model --text book.txt --steps 1000 -o run --resume
 
@@ -140,6 +158,8 @@ def train(
     given = {name: rest.pop(name) for name in names}
     if (text is None) == (tokens is None):
         raise click.UsageError("Give either --text or --tokens.")
+    if tokenizer is not None and text is None:
+        raise click.UsageError("--tokenizer is for --text.")
     if graph is not None and any(value not in (None, ()) for value in rest.values()):
         raise click.UsageError("Give either a folder GRAPH or options of a model to build, not both.")
     if not resume and training.overwrites(output):
@@ -158,8 +178,10 @@ def train(
         raise OptionError(
             "moe-onnx train trains language models; train a layer with moe_onnx.TrainingSession."
         )
+    huggingface.carry_origin(built, output)
+    source = tokens if text is None else huggingface.tokens_of(text, tokenizer, built, output)
     data = TokenDataset(
-        text if text is not None else tokens,  # type: ignore[arg-type]  # one of them is given
+        source,  # type: ignore[arg-type]  # one of them is given
         batch_size=how.batch_size,
         sequence_length=how.sequence_length,
         vocab_size=built.manifest.config["vocab_size"],
@@ -253,5 +275,5 @@ def pages(folder: Path, check: bool) -> None:
     sys.exit(1 if check and stale else 0)
 
 
-for command in validation.COMMANDS:
+for command in (*huggingface.COMMANDS, *validation.COMMANDS):
     main.add_command(command)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -132,20 +132,12 @@ def recipe_of(
     if not {"model", "optimizer", "training"} & set(tables):
         tables = {"model": tables}
     model = {**tables.get("model", {})}
-    fields = {**_FIELDS, **{name: field for name, (field, _) in _WORDS.items()}}
-    said = {fields.get(name, name): value for name, value in given.items() if value is not None}
+    said = said_of(given)
     if said.keys() & {*_LIMITS, "dispatch_mode"}:  # the recipe's own would contradict it
         model = {name: value for name, value in model.items() if name not in {*_LIMITS, "dispatch_mode"}}
     model |= said
-    for setting in settings:
-        name, equals, text = setting.partition("=")
-        if not equals:
-            raise click.UsageError(f"--set takes FIELD=VALUE, got {setting!r}.")
-        model[name.strip()] = _value(text.strip())
-    if model.get("capacity_factor") is not None or model.get("expert_capacity") is not None:
-        model.setdefault("dispatch_mode", "drop_pad")
-    if model.get("active_num"):
-        model.setdefault("dispatch_mode", "active")
+    model |= set_of(settings)
+    imply_mode(model)
     tables = {**tables, "model": model}
     if schedule is not None:
         how = {name: value for name, value in schedule.items() if value is not None}
@@ -154,6 +146,31 @@ def recipe_of(
     if kind is not None and kind != tables.get("optimizer", {}).get("kind", "AdamW"):
         tables["optimizer"] = {"kind": kind}
     return recipe_from_dict(tables, config or "options")
+
+
+def said_of(given: Mapping[str, int | float | str | None]) -> dict[str, Any]:
+    """Config fields by name, of the options of :func:`model_options` that were given."""
+    fields = {**_FIELDS, **{name: field for name, (field, _) in _WORDS.items()}}
+    return {fields.get(name, name): value for name, value in given.items() if value is not None}
+
+
+def set_of(settings: Sequence[str]) -> dict[str, Any]:
+    """Config fields by name, of the options ``--set FIELD=VALUE``."""
+    done = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise click.UsageError(f"--set takes FIELD=VALUE, got {setting!r}.")
+        done[name.strip()] = _value(text.strip())
+    return done
+
+
+def imply_mode(model: dict[str, Any]) -> None:
+    """A capacity is one of ``drop_pad``, and a number of active rows one of ``active``."""
+    if model.get("capacity_factor") is not None or model.get("expert_capacity") is not None:
+        model.setdefault("dispatch_mode", "drop_pad")
+    if model.get("active_num"):
+        model.setdefault("dispatch_mode", "active")
 
 
 def build(recipe: Recipe, assembly: str = ASSEMBLY) -> TrainingGraph:

@@ -107,6 +107,24 @@ def load_checkpoint(session: TrainingSession, folder: str | os.PathLike[str]) ->
     return about
 
 
+def checkpoint_model(folder: str | os.PathLike[str]) -> Path:
+    """The file of a checkpoint's parameters, once its size and hash are found to be right.
+
+    Args:
+        folder: As of :func:`load_checkpoint`.
+
+    Raises:
+        CheckpointError: If the checkpoint is not there or corrupt.
+    """
+    path = _resolve(Path(folder))
+    about = _read_trainer(path / TRAINER)
+    try:
+        _check_file(path / MODEL, about["files"].get(MODEL))
+    except OSError as error:
+        raise CheckpointError(f"{path / MODEL}: cannot be read: {error}.") from error
+    return path / MODEL
+
+
 def has_checkpoint(folder: str | os.PathLike[str]) -> bool:
     """Whether there is something in the folder for :func:`load_checkpoint` to load."""
     return (Path(folder) / LATEST).exists() or (Path(folder) / TRAINER).exists()
@@ -209,18 +227,22 @@ def _read_tensors(
 ) -> dict[str, Any]:
     """The tensors of a file, once names, shapes, dtypes, size and hash are found to be right."""
     try:
-        size = path.stat().st_size
         found = load_file(str(path))
     except (OSError, SafetensorError, TypeError, KeyError) as error:  # the last two: unknown dtypes
         raise CheckpointError(f"{path}: cannot be read: {error!r}.") from error
     # A foreign file is better known by its tensors than by its hash.
     tensors = checked_tensors(found, expected, str(path))
+    _check_file(path, listed)
+    return tensors
+
+
+def _check_file(path: Path, listed: Any) -> None:
+    size = path.stat().st_size
     if not isinstance(listed, dict) or listed.get("bytes") != size or listed.get("sha256") != _sha256(path):
         raise CheckpointError(
             f"{path}: is not the file that was saved: {TRAINER} expects {listed!r}, found {size} bytes, "
             f"sha256 {_sha256(path)}."
         )
-    return tensors
 
 
 def _sha256(path: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +19,14 @@ from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
 from moe_onnx.runtime.interrupts import interrupts_deferred
 from moe_onnx.runtime.register import choose
 from moe_onnx.runtime.session import InferenceSession
-from moe_onnx.runtime.training_state import STEP, Array, BoundGraph, TrainingState, checked_tensors
+from moe_onnx.runtime.training_state import (
+    STEP,
+    Array,
+    BoundGraph,
+    TrainingState,
+    checked_tensors,
+    fill_one_by_one,
+)
 
 ASSEMBLIES = ("grad+apply", "step")
 
@@ -52,7 +59,9 @@ class TrainingSession:
 
     Args:
         graph: A :class:`TrainingGraph`, or the folder it was saved to.
-        parameters: Initial values by name, float32; None: drawn by ``graph.init_parameters(seed)``.
+        parameters: Initial values by name, float32, or pairs of name and value in any float type, which
+            are taken over one at a time; None: the weights that came with the graph, where there are any
+            (``graph.weights``), else drawn by ``graph.init_parameters(seed)``.
         seed: Of the initial values.
         lr: Learning rate, or a function of the number of the update (1 for the first).
         kernels: As in :class:`InferenceSession`, but ``"auto"`` never is ``"python"``: bodies are faster,
@@ -72,7 +81,7 @@ class TrainingSession:
         self,
         graph: TrainingGraph | str | os.PathLike[str],
         *,
-        parameters: Mapping[str, Any] | None = None,
+        parameters: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
         seed: int = 0,
         lr: float | Callable[[int], float] = 1e-3,
         kernels: str = "auto",
@@ -97,9 +106,12 @@ class TrainingSession:
         self._global_step = 0
         self._broken = False
         if parameters is None:
-            parameters = graph.init_parameters(seed)
+            parameters = graph.init_parameters(seed) if graph.weights is None else graph.weights.parameters()
         layout = {name: self._state.layout[name] for name in self._manifest.parameter_names}
-        self._state.fill(checked_tensors(parameters, layout, "parameters"))
+        if isinstance(parameters, Mapping):
+            self._state.fill(checked_tensors(parameters, layout, "parameters"))
+        else:
+            fill_one_by_one(self._state, parameters, layout)
         for part in self._assembly.split("+") if self._assembly else ():
             self._bind(part)  # a graph that does not load is better known now
 
@@ -107,6 +119,11 @@ class TrainingSession:
     def manifest(self) -> Manifest:
         """What the graphs' tensors are for."""
         return self._manifest
+
+    @property
+    def graph(self) -> TrainingGraph:
+        """The graphs it runs, and where their first values are."""
+        return self._graph
 
     @property
     def global_step(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -162,6 +162,38 @@ def checked_tensors(
             )
         done[name] = array
     return done
+
+
+def fill_one_by_one(
+    state: TrainingState,
+    pairs: Iterable[tuple[str, Any]],
+    expected: Mapping[str, tuple[tuple[int, ...], str]],
+) -> None:
+    """Overwrite tensors of the current set by pairs of name and value, none of which is kept.
+
+    Values may be of any float type; float16 and bfloat16 become float32 exactly.
+
+    Raises:
+        CheckpointError: A tensor is missing, unknown, given twice, of another shape or no floats.
+    """
+    left = dict(expected)
+    for name, value in pairs:
+        if name not in left:
+            what = "given twice" if name in expected else "unknown"
+            raise CheckpointError(
+                f"parameters: tensor '{name}' is {what}. Expected: {_some(list(expected))}."
+            )
+        shape, _ = left.pop(name)
+        array = np.asarray(value)
+        if array.shape != shape or (array.dtype.kind != "f" and array.dtype.name != "bfloat16"):
+            raise CheckpointError(
+                f"parameters: tensor '{name}' expected floats {list(shape)}, found {array.dtype} "
+                f"{list(array.shape)}."
+            )
+        with np.errstate(over="ignore"):  # a float64 beyond float32 shows as an infinite loss
+            state.current[name].array[...] = array
+    if left:
+        raise CheckpointError(f"parameters: expected {len(expected)} tensors; {_some(list(left))} missing.")
 
 
 def _some(names: list[str]) -> str:
