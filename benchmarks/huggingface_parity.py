@@ -167,7 +167,7 @@ def measure(folder: Path, batches: list[tuple[int, int, str]] | None = None) -> 
         many experts had no token, over all layers and batches.
     """
     pretrained = moe_onnx.from_pretrained(folder)
-    graph = pretrained.training_graph(optimizer=OPTIMIZER)
+    graph = pretrained.training_graph(assembly="grad+apply+forward", optimizer=OPTIMIZER)
     model = load(folder)
     first = moe_onnx.TrainingSession(graph, lr=LR, kernels="body")
     values = first.parameters()
