@@ -73,6 +73,7 @@ def export(assembly: str, output: Path, **model: Any) -> None:
     \b
     Examples:
       moe-onnx export --config recipe.toml -o model
+      moe-onnx export --preset mixtral-8x7b -o model
       moe-onnx export --layers 4 --hidden-size 256 --experts 8 --top-k 2 -o model
       moe-onnx export --assembly step --optimizer sgd --set qk_norm=head -o model
       moe-onnx export --dispatch routing_map --capacity-factor 1.25 --set tokens_per_batch=2048 -o model
