@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from moe_onnx.autodiff.differentiate import differentiate
     from moe_onnx.autodiff.registry import register_gradient
     from moe_onnx.build.training_graph import TrainingGraph, build_training_graph
+    from moe_onnx.inspection.inspection import inspect
     from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
     from moe_onnx.runtime.generate import generate
     from moe_onnx.runtime.train import train
@@ -108,6 +109,7 @@ __all__ = [
     "differentiate",
     "function_body",
     "generate",
+    "inspect",
     "load_checkpoint",
     "moe_finalize_routing_v2",
     "moe_finalize_routing_v2_grad",
@@ -143,6 +145,7 @@ _ON_FIRST_USE = {
     "generate": "moe_onnx.runtime.generate",
     "train": "moe_onnx.runtime.train",
     "TrainingSession": "moe_onnx.runtime.training_session",
+    "inspect": "moe_onnx.inspection.inspection",
     "compare": "moe_onnx.validation.device.compare",
     "validate": "moe_onnx.validation.validate",
 }

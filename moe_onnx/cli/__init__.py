@@ -11,7 +11,7 @@ import click
 import moe_onnx
 from moe_onnx.build.recipe import Schedule
 from moe_onnx.build.training_graph import TrainingGraph
-from moe_onnx.cli import graphs, training, validation
+from moe_onnx.cli import graphs, inspection, training, validation
 from moe_onnx.cli.commands import show_info, write_cards, write_pages, write_shelf
 from moe_onnx.cli.options import ASSEMBLY, CONSOLE, INTERRUPTED, Commands, build, model_options, recipe_of
 from moe_onnx.errors import OptionError
@@ -254,5 +254,5 @@ def pages(folder: Path, check: bool) -> None:
     sys.exit(1 if check and stale else 0)
 
 
-for command in validation.COMMANDS:
+for command in (*validation.COMMANDS, *inspection.COMMANDS):
     main.add_command(command)
