@@ -11,7 +11,7 @@ import click
 import moe_onnx
 from moe_onnx.build.recipe import Schedule
 from moe_onnx.build.training_graph import TrainingGraph
-from moe_onnx.cli import graphs, inspection, training, validation
+from moe_onnx.cli import graphs, inspection, language, training, validation
 from moe_onnx.cli.commands import show_info, write_cards, write_pages, write_shelf
 from moe_onnx.cli.options import ASSEMBLY, CONSOLE, INTERRUPTED, Commands, build, model_options, recipe_of
 from moe_onnx.errors import OptionError
@@ -33,6 +33,9 @@ def main() -> None:
       moe-onnx demo                                  build, check, train and sample a small model
       moe-onnx export --experts 8 --top-k 2 -o model write training graphs
       moe-onnx train model --text book.txt -o run    train them
+      moe-onnx eval model --checkpoint run --text book.txt      loss, perplexity, load of experts
+      moe-onnx generate model --checkpoint run --prompt "The "  what it says
+      moe-onnx inspect mixtral-8x7b                  what a model costs
       moe-onnx info model                            what is in them
       moe-onnx validate model/grad.onnx --level run  whether they are right
 
@@ -254,5 +257,5 @@ def pages(folder: Path, check: bool) -> None:
     sys.exit(1 if check and stale else 0)
 
 
-for command in (*validation.COMMANDS, *inspection.COMMANDS):
+for command in (*validation.COMMANDS, *inspection.COMMANDS, *language.COMMANDS):
     main.add_command(command)
