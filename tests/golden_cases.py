@@ -44,7 +44,7 @@ def parameter_shapes(config: MoeLMConfig | MoeLayerConfig) -> dict[str, tuple[in
         }
         for name, shape in projections.items():
             shapes[f"{layer}self_attn.{name}.weight"] = shape
-            if config.attention_bias:
+            if config.attention_bias or (config.qkv_bias and name != "o_proj"):
                 shapes[f"{layer}self_attn.{name}.bias"] = shape[:1]
         if config.qk_norm != "none":
             head = config.qk_norm == "head"

@@ -59,7 +59,8 @@ def attention(config: MoeLMConfig, parameters: Tensors, prefix: str, x: Tensor, 
 
     def project(name: str, value: Tensor) -> Tensor:
         out = value @ parameters[f"{prefix}{name}.weight"].T
-        return out + parameters[f"{prefix}{name}.bias"] if config.attention_bias else out
+        bias = config.attention_bias or (config.qkv_bias and name != "o_proj")
+        return out + parameters[f"{prefix}{name}.bias"] if bias else out
 
     def heads(value: Tensor, number: int) -> Tensor:
         return value.reshape(batch, length, number, config.head_size)

@@ -55,6 +55,7 @@ class MoeLMConfig(MoeOptions):
         rms_norm_eps: Added to the mean square in RMSNorm.
         rope_theta: Base of the rotary embedding.
         attention_bias: Whether the attention projections have biases (o_proj too, as in transformers).
+        qkv_bias: Whether those of queries, keys and values have biases, and o_proj has none (Qwen2-MoE).
         qk_norm: ``"none"``, ``"head"`` (RMSNorm of each head, Qwen3) or ``"full"`` (of the whole
             projection, OLMoE).
         clip_qkv: Queries, keys and values are clipped to ``[-clip_qkv, clip_qkv]``, after the norm and
@@ -78,6 +79,7 @@ class MoeLMConfig(MoeOptions):
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     attention_bias: bool = False
+    qkv_bias: bool = False
     qk_norm: str = "none"
     clip_qkv: float | None = None
     sliding_window: int | None = None
@@ -105,7 +107,9 @@ class MoeLMConfig(MoeOptions):
         self.check_float("rms_norm_eps", "rope_theta", above=True)
         if self.clip_qkv is not None:
             self.check_float("clip_qkv", above=True)
-        self.check_bool("attention_bias", "tie_word_embeddings")
+        self.check_bool("attention_bias", "qkv_bias", "tie_word_embeddings")
+        if self.attention_bias and self.qkv_bias:
+            raise self.refuse("qkv_bias", "False with attention_bias, which o_proj has a bias by, too")
         self.check_choice("qk_norm", QK_NORMS)
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
             raise self.refuse("ignore_index", "an integer")

@@ -62,8 +62,10 @@ def _language_model(config: MoeLMConfig) -> Iterator[Parameter]:
         yield Parameter(f"{prefix}input_layernorm.weight", (hidden,), "ones")
         attention = f"{prefix}self_attn."
         for name, count in heads.items():
-            yield from _linear(f"{attention}{name}_proj", count * size, hidden, config)
-        yield from _linear(f"{attention}o_proj", hidden, heads["q"] * size, config)
+            yield from _linear(
+                f"{attention}{name}_proj", count * size, hidden, std, config.attention_bias or config.qkv_bias
+            )
+        yield from _linear(f"{attention}o_proj", hidden, heads["q"] * size, std, config.attention_bias)
         if config.qk_norm != "none":
             for name in ("q", "k"):
                 length = size if config.qk_norm == "head" else heads[name] * size
@@ -82,9 +84,9 @@ def _language_model(config: MoeLMConfig) -> Iterator[Parameter]:
         yield Parameter("lm_head.weight", (config.vocab_size, hidden), std=std)
 
 
-def _linear(name: str, rows: int, columns: int, config: MoeLMConfig) -> Sequence[Parameter]:
-    weight = Parameter(f"{name}.weight", (rows, columns), std=config.initializer_range)
-    return [weight, Parameter(f"{name}.bias", (rows,), "zeros")] if config.attention_bias else [weight]
+def _linear(name: str, rows: int, columns: int, std: float, bias: bool) -> Sequence[Parameter]:
+    weight = Parameter(f"{name}.weight", (rows, columns), std=std)
+    return [weight, Parameter(f"{name}.bias", (rows,), "zeros")] if bias else [weight]
 
 
 def _experts(prefix: str, config: MoeLayerConfig | MoeLMConfig) -> Iterator[Parameter]:
