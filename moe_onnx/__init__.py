@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from moe_onnx.build.training_graph import TrainingGraph, build_training_graph
     from moe_onnx.huggingface.pretrained import Pretrained, from_pretrained
     from moe_onnx.huggingface.saving import save_pretrained
+    from moe_onnx.inspection.inspection import inspect
     from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
     from moe_onnx.runtime.generate import generate
     from moe_onnx.runtime.train import train
@@ -112,6 +113,7 @@ __all__ = [
     "from_pretrained",
     "function_body",
     "generate",
+    "inspect",
     "load_checkpoint",
     "moe_finalize_routing_v2",
     "moe_finalize_routing_v2_grad",
@@ -151,6 +153,7 @@ _ON_FIRST_USE = {
     "generate": "moe_onnx.runtime.generate",
     "train": "moe_onnx.runtime.train",
     "TrainingSession": "moe_onnx.runtime.training_session",
+    "inspect": "moe_onnx.inspection.inspection",
     "compare": "moe_onnx.validation.device.compare",
     "validate": "moe_onnx.validation.validate",
 }

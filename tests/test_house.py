@@ -55,6 +55,7 @@ ROOMS = {
         "autodiff",
     },
 }
+ROOMS["inspection"] = {*ROOMS["validation"], "validation"}
 NOT_ALLOWED = {
     "errors": {"numpy", "onnx", "onnxruntime", "onnxruntime_extensions"},
     "spec": {"numpy", "onnx", "onnxruntime", "onnxruntime_extensions"},
@@ -150,6 +151,7 @@ def test_public_names() -> None:
         "from_pretrained",
         "function_body",
         "generate",
+        "inspect",
         "load_checkpoint",
         "moe_finalize_routing_v2",
         "moe_finalize_routing_v2_grad",

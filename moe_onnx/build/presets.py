@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from moe_onnx.build.full_size import FULL_SIZE
+
 _SIZES: dict[str, Any] = {
     "kind": "MoeLMConfig",
     "vocab_size": 256,
@@ -68,4 +70,4 @@ _MODELS: dict[str, dict[str, Any]] = {
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     name: {"model": {**_SIZES, **model}, "optimizer": dict(_OPTIMIZER), "training": dict(_TRAINING)}
     for name, model in _MODELS.items()
-}
+} | FULL_SIZE

@@ -11,7 +11,7 @@ import click
 import moe_onnx
 from moe_onnx.build.recipe import Schedule
 from moe_onnx.build.training_graph import TrainingGraph
-from moe_onnx.cli import graphs, huggingface, training, validation
+from moe_onnx.cli import graphs, huggingface, inspection, language, training, validation
 from moe_onnx.cli.commands import show_info, write_cards, write_pages, write_shelf
 from moe_onnx.cli.options import ASSEMBLY, CONSOLE, INTERRUPTED, Commands, build, model_options, recipe_of
 from moe_onnx.errors import OptionError
@@ -35,6 +35,9 @@ def main() -> None:
       moe-onnx train model --text book.txt -o run    train them
       moe-onnx export --from-hf mixtral -o model     those of a checkpoint of Hugging Face
       moe-onnx to-hf run trained                     the trained checkpoint back
+      moe-onnx eval model --checkpoint run --text book.txt      loss, perplexity, load of experts
+      moe-onnx generate model --checkpoint run --prompt "The "  what it says
+      moe-onnx inspect mixtral-8x7b                  what a model costs
       moe-onnx info model                            what is in them
       moe-onnx validate model/grad.onnx --level run  whether they are right
 
@@ -80,6 +83,7 @@ def export(assembly: str, output: Path, from_hf: Path | None, **model: Any) -> N
     \b
     Examples:
       moe-onnx export --config recipe.toml -o model
+      moe-onnx export --preset mixtral-8x7b -o model
       moe-onnx export --layers 4 --hidden-size 256 --experts 8 --top-k 2 -o model
       moe-onnx export --assembly step --optimizer sgd --set qk_norm=head -o model
       moe-onnx export --dispatch routing_map --capacity-factor 1.25 --set tokens_per_batch=2048 -o model
@@ -275,5 +279,10 @@ def pages(folder: Path, check: bool) -> None:
     sys.exit(1 if check and stale else 0)
 
 
-for command in (*huggingface.COMMANDS, *validation.COMMANDS):
+for command in (
+    *huggingface.COMMANDS,
+    *inspection.COMMANDS,
+    *language.COMMANDS,
+    *validation.COMMANDS,
+):
     main.add_command(command)

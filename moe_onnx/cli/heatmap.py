@@ -21,12 +21,15 @@ _FEW, _MEAN, _MANY = np.array([(37, 99, 201), (250, 250, 250), (201, 76, 37)], n
 Array = np.ndarray[Any, Any]
 
 
-def write_heatmap(path: Path, loads: Sequence[tuple[int, Sequence[Sequence[int]]]]) -> Path:
+def write_heatmap(
+    path: Path, loads: Sequence[tuple[int, Sequence[Sequence[int]]]], unit: str = "step"
+) -> Path:
     """Write the tokens of each expert, relative to the mean of its layer: blue none, white 1, red 2 and more.
 
     Args:
         path: Of the SVG; each panel is a small PNG in it, a pixel for each expert and column.
         loads: Step and ``expert_load`` ``[layers, E]`` of each; many steps are averaged to a column.
+        unit: What a step is called.
     """
     steps = [step for step, _ in loads]
     columns = np.array_split(
@@ -53,7 +56,7 @@ def write_heatmap(path: Path, loads: Sequence[tuple[int, Sequence[Sequence[int]]
             y = top + (expert + 0.5) * panel / experts + 4
             parts.append(f'<text x="{_LEFT - 8}" y="{y:.1f}" text-anchor="end">expert {expert}</text>')
         below = top + panel + 16
-        parts.append(f'<text x="{_LEFT}" y="{below:.1f}">step {steps[0]}</text>')
+        parts.append(f'<text x="{_LEFT}" y="{below:.1f}">{unit} {steps[0]}</text>')
         parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{below:.1f}" text-anchor="end">{steps[-1]}</text>')
     for i, value in enumerate((2.0, 1.5, 1.0, 0.5, 0.0)):
         x, y = _WIDTH - _RIGHT + 24, _TOP + 18 * i

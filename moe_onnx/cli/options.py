@@ -82,9 +82,8 @@ def fail(message: str, code: int) -> None:
 def model_options(command: F) -> F:
     """The options that say which model and optimizer to build."""
     options = [
-        click.option(
-            "--config", help="A .toml or .json recipe, or the name of a preset (" + ", ".join(PRESETS) + ")."
-        ),
+        click.option("--config", help="A .toml or .json recipe, or the name of a preset."),
+        click.option("--preset", type=click.Choice(list(PRESETS)), help="The recipe of this name."),
         *(
             click.option(f"--{name.replace('_', '-')}", name, type=int, help=f"{field}.")
             for name, field in _FIELDS.items()
@@ -121,6 +120,7 @@ def recipe_of(
     settings: tuple[str, ...],
     optimizer: str | None,
     *,
+    preset: str | None = None,
     schedule: Mapping[str, Any] | None = None,
     **given: int | float | str | None,
 ) -> Recipe:
@@ -128,6 +128,9 @@ def recipe_of(
 
     A capacity is one of ``drop_pad``, and a number of active rows one of ``active``: that need not be said.
     """
+    if config is not None and preset is not None:
+        raise click.UsageError("Give either --config or --preset, not both.")
+    config = config or preset
     tables = {} if config is None else recipe_tables(config)
     if not {"model", "optimizer", "training"} & set(tables):
         tables = {"model": tables}

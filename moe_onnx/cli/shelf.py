@@ -72,7 +72,10 @@ def shelf_files(folder: Path) -> dict[Path, str]:
     """Path and text of every generated file under ``folder``, a folder of recipes."""
     files = {}
     for path in sorted(folder.glob("*/recipe.toml")):
-        recipe = recipe_from_dict(recipe_tables(str(path)), str(path))
+        tables = recipe_tables(str(path))
+        if "training" not in tables:  # the sizes of a real checkpoint
+            continue
+        recipe = recipe_from_dict(tables, str(path))
         files[path.parent / "graph.txt"] = graph_text(recipe)
         files[path.parent / "losses.json"] = json.dumps(first_losses(recipe), indent=1) + "\n"
     return files

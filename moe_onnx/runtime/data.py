@@ -58,8 +58,7 @@ class TokenDataset:
             raise OptionError(f"eval_fraction must be in [0, 1), got {eval_fraction!r}.")
         self.batch_size = batch_size
         self.sequence_length = sequence_length
-        self.name, self.tokens = _opened(source, dtype)
-        _check_range(self.tokens, vocab_size, self.name)
+        self.name, self.tokens = read_tokens(source, vocab_size, dtype)
         held_out = max(round(len(self.tokens) * eval_fraction), sequence_length) if eval_fraction else 0
         self.num_train = len(self.tokens) - held_out
         if self.num_train < sequence_length:
@@ -126,6 +125,19 @@ class TokenDataset:
             "sequence_length": self.sequence_length,
             "sha256_of_ends": ends.hexdigest(),
         }
+
+
+def read_tokens(
+    source: str | os.PathLike[str] | Array, vocab_size: int, dtype: str | None = None
+) -> tuple[str, Array]:
+    """Name and tokens of a source, as :class:`TokenDataset` takes it, memory-mapped and checked.
+
+    Raises:
+        DataError, OptionError: As in :class:`TokenDataset`.
+    """
+    name, tokens = _opened(source, dtype)
+    _check_range(tokens, vocab_size, name)
+    return name, tokens
 
 
 def _opened(source: Any, dtype: str | None) -> tuple[str, Array]:

@@ -67,7 +67,8 @@ class TrainingSession:
         kernels: As in :class:`InferenceSession`, but ``"auto"`` never is ``"python"``: bodies are faster,
             and the indices that the Python ops would check are made by the graph itself.
         sess_options: onnxruntime's options, for all graphs; None: :func:`default_options`.
-        assembly: ``"grad+apply"`` or ``"step"``; None: the first that the graph has.
+        assembly: ``"grad+apply"`` or ``"step"``; None: the first that the graph has; ``""``: none, for a
+            session that only evaluates.
         non_finite: What a NaN or infinite loss or gradient norm leads to: ``"raise"`` an error, or
             ``"skip"`` the update, with ``metrics["skipped"]`` True. The state stays as it was.
 
@@ -284,6 +285,8 @@ class TrainingSession:
 def _chosen(assembly: str | None, manifest: Manifest) -> str:
     if assembly is None:
         return next((a for a in ASSEMBLIES if all(part in manifest.graphs for part in a.split("+"))), "")
+    if not assembly:
+        return ""
     if assembly not in ASSEMBLIES:
         raise OptionError(f"assembly must be one of {', '.join(map(repr, ASSEMBLIES))}, got {assembly!r}.")
     for part in assembly.split("+"):
