@@ -13,6 +13,7 @@ from moe_onnx.adapters.python_ops import register_python_ops as _register_python
 from moe_onnx.adapters.reference_evaluator import reference_ops
 from moe_onnx.adapters.schema import register_schemas as _register_schemas
 from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
+from moe_onnx.build.learning_rate import LearningRate
 from moe_onnx.build.optimizers import SGD, AdamW
 from moe_onnx.errors import (
     AttributeValueError,
@@ -85,6 +86,7 @@ __all__ = [
     "GradientError",
     "IndexValueError",
     "InferenceSession",
+    "LearningRate",
     "LimitError",
     "MissingInputError",
     "ModelError",

@@ -110,6 +110,7 @@ def test_public_names() -> None:
         "GradientError",
         "IndexValueError",
         "InferenceSession",
+        "LearningRate",
         "LimitError",
         "MissingInputError",
         "ModelError",

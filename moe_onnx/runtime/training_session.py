@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import onnxruntime
 
+from moe_onnx.build.forward import LOAD_BEFORE
 from moe_onnx.build.manifest import Manifest
 from moe_onnx.build.training_graph import TrainingGraph
-from moe_onnx.errors import CheckpointError, ModelError, NonFiniteError, OptionError
+from moe_onnx.errors import BatchError, CheckpointError, ModelError, NonFiniteError, OptionError
+from moe_onnx.runtime.accumulate import Accumulator
 from moe_onnx.runtime.batch import checked_batch
 from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
 from moe_onnx.runtime.interrupts import interrupts_deferred
@@ -54,7 +56,8 @@ class TrainingSession:
         graph: A :class:`TrainingGraph`, or the folder it was saved to.
         parameters: Initial values by name, float32; None: drawn by ``graph.init_parameters(seed)``.
         seed: Of the initial values.
-        lr: Learning rate, or a function of the number of the update (1 for the first).
+        lr: Learning rate, or a function of the number of the update (1 for the first), such as a
+            :class:`LearningRate`.
         kernels: As in :class:`InferenceSession`, but ``"auto"`` never is ``"python"``: bodies are faster,
             and the indices that the Python ops would check are made by the graph itself.
         sess_options: onnxruntime's options, for all graphs; None: :func:`default_options`.
@@ -94,6 +97,7 @@ class TrainingSession:
         self._sessions: dict[str, InferenceSession] = {}
         self._bound: dict[tuple[str, int], BoundGraph] = {}
         self._state = TrainingState(self._manifest, sides=2 if self._assembly == "step" else 1)
+        self._accumulator: Accumulator | None = None
         self._global_step = 0
         self._broken = False
         if parameters is None:
@@ -118,35 +122,47 @@ class TrainingSession:
         """The graphs a step runs; empty where the graph can only evaluate."""
         return self._assembly
 
-    def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def step(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """One update.
 
         Args:
             batch: Arrays by name; ``labels`` (the ids themselves) and ``attention_mask`` (all ones)
-                may be left out.
+                may be left out. Several of them: the micro-batches of one batch, run one after the
+                other, whose gradients are put together as :class:`Accumulator` says, each token weighing
+                the same (``grad`` and ``apply`` only; costs the memory of the gradients once more).
 
         Returns:
             The graph's metrics (``loss``, ``grad_norm``, ... as numbers, ``expert_load`` as array),
             ``step`` (the updates so far, this one included), ``lr`` and ``skipped``.
 
         Raises:
-            BatchError: If the batch does not fit the graph; nothing has run.
-            NonFiniteError: If loss or gradient norm are not finite; the state is as before.
-            ModelError: If the graph has no assembly that updates.
+            BatchError: If the batch does not fit the graph; nothing was updated.
+            NonFiniteError: If loss or gradient norm are not finite, of any micro-batch; the state is as
+                before. Where such updates are skipped, the metrics are of the micro-batches so far.
+            ModelError: If the graph has no assembly that updates, or by parts of a batch.
         """
         if not self._assembly:
             raise ModelError(
                 f"The training graph cannot step: it has {', '.join(self._manifest.graphs)}, and a step "
                 "needs 'grad' and 'apply', or 'step'."
             )
+        several = isinstance(batch, Sequence) and all(isinstance(part, Mapping) for part in batch)
+        parts: list[Any] = list(batch) if several else [batch]
+        if not parts:
+            raise BatchError("A step needs at least one micro-batch, got an empty sequence.")
+        if len(parts) > 1 and self._assembly == "step":
+            raise ModelError(
+                f"A step of {len(parts)} micro-batches needs the graphs 'grad' and 'apply': the graph 'step' "
+                "makes an update of each. Build the training graph with 'grad+apply'."
+            )
         with interrupts_deferred():
-            return self._step(batch, self._global_step + 1)
+            return self._step(parts, self._global_step + 1)
 
-    def _step(self, batch: Mapping[str, Any], number: int) -> dict[str, Any]:
-        lr = self._set_hyperparameters(number)
-        metrics = self._run("step" if self._assembly == "step" else "grad", batch).read_metrics()
-        metrics |= {"lr": lr, "step": number, "skipped": False}
-        if not self._is_finite(metrics, number):
+    def _step(self, parts: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
+        more = {"lr": self._set_hyperparameters(number), "step": number, "skipped": False}
+        metrics, finite = self._gradients(parts, number)
+        metrics |= more
+        if not finite:
             return metrics | {"step": self._global_step, "skipped": True}
         if self._assembly == "step":
             self._state.side = 1 - self._state.side
@@ -156,6 +172,31 @@ class TrainingSession:
             self._broken = False
         self._global_step = number
         return metrics
+
+    def _gradients(self, parts: Sequence[Mapping[str, Any]], number: int) -> tuple[dict[str, Any], bool]:
+        """Run all but the update; the metrics, and whether they are finite."""
+        if len(parts) == 1:
+            metrics = self._run("step" if self._assembly == "step" else "grad", parts[0]).read_metrics()
+            return metrics, self._is_finite(metrics, number)
+        if self._accumulator is None:
+            self._accumulator = Accumulator(self._manifest, self._state)
+        total = self._accumulator
+        total.start()
+        names = {info.name for info in self._bind("grad").batch_inputs}
+        for i, part in enumerate(parts):
+            where = f"micro-batch {i + 1} of {len(parts)}: "
+            if LOAD_BEFORE in names and total.load is not None:
+                part = {LOAD_BEFORE: total.load, **part}
+            try:
+                bound = self._run("grad", part, part=i)
+            except BatchError as error:
+                raise BatchError(f"{where}{error}") from error
+            metrics = bound.read_metrics()
+            total.add(metrics, metrics.get("num_tokens", bound.tokens))
+            if not self._is_finite(metrics, number, where):
+                return total.finish() | {"grad_norm": metrics["grad_norm"]}, False
+        metrics = total.finish()
+        return metrics, self._is_finite(metrics, number)
 
     def eval(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The metrics of a batch, without an update; the batch as in :meth:`step`."""
@@ -218,12 +259,12 @@ class TrainingSession:
             raise ModelError("An update failed half way; the state is undefined. Load a checkpoint to go on.")
         return self._state
 
-    def _run(self, assembly: str, batch: Mapping[str, Any]) -> BoundGraph:
+    def _run(self, assembly: str, batch: Mapping[str, Any], part: int = 0) -> BoundGraph:
         self._usable()
         bound = self._bind(assembly)
         capacity = self._manifest.dispatch.get("expert_capacity", 0)
-        config, number = self._manifest.config, self._global_step + 1
-        bound.run(checked_batch(batch, bound.batch_inputs, config, capacity=capacity, number=number))
+        config, draw = self._manifest.config, (self._global_step + 1, *([part] if part else []))
+        bound.run(checked_batch(batch, bound.batch_inputs, config, capacity=capacity, draw=draw))
         return bound
 
     def _bind(self, assembly: str) -> BoundGraph:
@@ -248,7 +289,7 @@ class TrainingSession:
                 self._state.shared[name].array[...] = value
         return lr
 
-    def _is_finite(self, metrics: dict[str, Any], number: int) -> bool:
+    def _is_finite(self, metrics: dict[str, Any], number: int, where: str = "") -> bool:
         faults = []
         if count := metrics.get("nan_router_logits", 0):
             faults.append(f"{count} router logits are NaN")
@@ -257,7 +298,7 @@ class TrainingSession:
                 faults.append(f"the {said} is {metrics[name]}")
         if faults and self.non_finite == "raise":
             raise NonFiniteError(
-                f"Update {number}: {faults[0]}. Nothing was updated. Lower the learning rate, or pass "
+                f"Update {number}: {where}{faults[0]}. Nothing was updated. Lower the learning rate, or pass "
                 "non_finite='skip' to leave such batches out.",
                 metrics=metrics,
             )
