@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from moe_onnx.build.training_graph import TrainingGraph, build_training_graph
     from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
     from moe_onnx.runtime.generate import generate
+    from moe_onnx.runtime.loss_scale import LossScale
     from moe_onnx.runtime.train import train
     from moe_onnx.runtime.training_session import TrainingSession
     from moe_onnx.validation.device.compare import compare
@@ -88,6 +89,7 @@ __all__ = [
     "InferenceSession",
     "LearningRate",
     "LimitError",
+    "LossScale",
     "MissingInputError",
     "ModelError",
     "ModelFileError",
@@ -143,6 +145,7 @@ _ON_FIRST_USE = {
     "load_checkpoint": "moe_onnx.runtime.checkpoint",
     "save_checkpoint": "moe_onnx.runtime.checkpoint",
     "generate": "moe_onnx.runtime.generate",
+    "LossScale": "moe_onnx.runtime.loss_scale",
     "train": "moe_onnx.runtime.train",
     "TrainingSession": "moe_onnx.runtime.training_session",
     "compare": "moe_onnx.validation.device.compare",

@@ -112,6 +112,7 @@ def test_public_names() -> None:
         "InferenceSession",
         "LearningRate",
         "LimitError",
+        "LossScale",
         "MissingInputError",
         "ModelError",
         "ModelFileError",

@@ -72,13 +72,15 @@ def train(
                 data.load_state_dict(before)  # the batch counts as not drawn
                 raise
             done = session.global_step
-            skipped = skipped + 1 if metrics["skipped"] else 0
-            if eval_every and not skipped and (done % eval_every == 0 or done == steps):
+            made = not metrics["skipped"]
+            # Each overflow of float16 lowers the loss scale, whose own limit ends a row of them.
+            skipped = skipped + 1 if not made and not metrics.get("overflow") else 0
+            if eval_every and made and (done % eval_every == 0 or done == steps):
                 metrics["eval_loss"] = evaluate(session, data, eval_batches)
             history.append(metrics)
             if on_step is not None:
                 on_step(metrics)
-            if save_every and not skipped and done % save_every == 0 and checkpoint is not None:
+            if save_every and made and done % save_every == 0 and checkpoint is not None:
                 session.save_checkpoint(checkpoint, data=data.state_dict())
                 saved = done
         if skipped >= MAX_SKIPPED:

@@ -13,12 +13,13 @@ import onnxruntime
 
 from moe_onnx.build.forward import LOAD_BEFORE
 from moe_onnx.build.manifest import Manifest
-from moe_onnx.build.training_graph import TrainingGraph
+from moe_onnx.build.training_graph import LOSS_SCALE, TrainingGraph
 from moe_onnx.errors import BatchError, CheckpointError, ModelError, NonFiniteError, OptionError
 from moe_onnx.runtime.accumulate import Accumulator
 from moe_onnx.runtime.batch import checked_batch
 from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
 from moe_onnx.runtime.interrupts import interrupts_deferred
+from moe_onnx.runtime.loss_scale import LossScale, Scaler
 from moe_onnx.runtime.register import choose
 from moe_onnx.runtime.session import InferenceSession
 from moe_onnx.runtime.training_state import STEP, Array, BoundGraph, TrainingState, checked_tensors
@@ -64,6 +65,9 @@ class TrainingSession:
         assembly: ``"grad+apply"`` or ``"step"``; None: the first that the graph has.
         non_finite: What a NaN or infinite loss or gradient norm leads to: ``"raise"`` an error, or
             ``"skip"`` the update, with ``metrics["skipped"]`` True. The state stays as it was.
+        loss_scale: Options of the loss scale of a float16 graph; None: the default ones. There a
+            gradient norm that is not finite beside a loss that is skips the update in any case, with
+            ``metrics["overflow"]`` True too, and lowers the scale.
 
     Raises:
         OptionError: If an option is none of these.
@@ -82,6 +86,7 @@ class TrainingSession:
         sess_options: onnxruntime.SessionOptions | None = None,
         assembly: str | None = None,
         non_finite: str = "raise",
+        loss_scale: LossScale | None = None,
     ) -> None:
         if isinstance(graph, (str, os.PathLike)):
             graph = TrainingGraph.load(graph)
@@ -98,6 +103,7 @@ class TrainingSession:
         self._bound: dict[tuple[str, int], BoundGraph] = {}
         self._state = TrainingState(self._manifest, sides=2 if self._assembly == "step" else 1)
         self._accumulator: Accumulator | None = None
+        self._scaler = _scaler(loss_scale, self._manifest)
         self._global_step = 0
         self._broken = False
         if parameters is None:
@@ -133,7 +139,8 @@ class TrainingSession:
 
         Returns:
             The graph's metrics (``loss``, ``grad_norm``, ... as numbers, ``expert_load`` as array),
-            ``step`` (the updates so far, this one included), ``lr`` and ``skipped``.
+            ``step`` (the updates so far, this one included), ``lr`` and ``skipped``; in float16 also
+            ``loss_scale`` (of this update), ``overflow`` and ``overflows`` (how many there were so far).
 
         Raises:
             BatchError: If the batch does not fit the graph; nothing was updated.
@@ -160,8 +167,13 @@ class TrainingSession:
 
     def _step(self, parts: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
         more = {"lr": self._set_hyperparameters(number), "step": number, "skipped": False}
+        scaler = self._scaler
+        before = (0.0, 0) if scaler is None else (scaler.scale, scaler.overflows)
         metrics, finite = self._gradients(parts, number)
         metrics |= more
+        if scaler is not None:
+            overflow = scaler.overflows > before[1]
+            metrics |= {LOSS_SCALE: before[0], "overflow": overflow, "overflows": scaler.overflows}
         if not finite:
             return metrics | {"step": self._global_step, "skipped": True}
         if self._assembly == "step":
@@ -170,6 +182,8 @@ class TrainingSession:
             self._broken = True  # should the run fail half way
             self._bind("apply").run({})
             self._broken = False
+        if scaler is not None:
+            scaler.grow()
         self._global_step = number
         return metrics
 
@@ -212,8 +226,13 @@ class TrainingSession:
         return {name: current[name].array.copy() for name in self._manifest.parameter_names}
 
     def state_dict(self) -> dict[str, Array]:
-        """Copies of parameters, optimizer state and the step counter (``"step"``), by name."""
+        """Copies of parameters, optimizer state and the step counter (``"step"``), by name.
+
+        In float16 also ``"loss_scale"``, float64 ``[3]``; a state without it leaves the scale as it is.
+        """
         tensors = {name: cell.array.copy() for name, cell in self._usable().current.items()}
+        if self._scaler is not None:
+            tensors[LOSS_SCALE] = self._scaler.state()
         return tensors | {STEP: np.array(self._global_step, np.int64)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -228,8 +247,11 @@ class TrainingSession:
             raise CheckpointError(
                 f"state dict: '{STEP}' must be an integer >= 0, found {state.get(STEP)!r:.60}."
             )
+        scale = tensors.pop(LOSS_SCALE, None)
         tensors = checked_tensors(tensors, self._state.layout, "state dict")
         with interrupts_deferred():
+            if scale is not None and self._scaler is not None:
+                self._scaler.load(scale)
             self._state.fill(tensors)
             self._global_step = int(step)
             self._broken = False
@@ -284,7 +306,8 @@ class TrainingSession:
         lr = float(self.lr(number) if callable(self.lr) else self.lr)
         if not math.isfinite(lr) or lr < 0:
             raise OptionError(f"lr must be a finite number >= 0, got {lr} for update {number}.")
-        for name, value in (("lr", lr), ("step", number)):
+        scale = 0.0 if self._scaler is None else self._scaler.scale
+        for name, value in (("lr", lr), ("step", number), (LOSS_SCALE, scale)):
             if name in self._state.shared:
                 self._state.shared[name].array[...] = value
         return lr
@@ -296,13 +319,26 @@ class TrainingSession:
         for name, said in (("loss", "loss"), ("grad_norm", "gradient norm")):
             if name in metrics and not math.isfinite(metrics[name]):
                 faults.append(f"the {said} is {metrics[name]}")
-        if faults and self.non_finite == "raise":
+        is_overflow = len(faults) == 1 and not math.isfinite(metrics.get("grad_norm", 0.0))
+        if self._scaler is not None and is_overflow:
+            self._scaler.back_off(number, metrics)
+        elif faults and self.non_finite == "raise":
             raise NonFiniteError(
                 f"Update {number}: {where}{faults[0]}. Nothing was updated. Lower the learning rate, or pass "
                 "non_finite='skip' to leave such batches out.",
                 metrics=metrics,
             )
         return not faults
+
+
+def _scaler(options: LossScale | None, manifest: Manifest) -> Scaler | None:
+    wanted = any(info.name == LOSS_SCALE for graph in manifest.graphs.values() for info in graph.inputs)
+    if options is not None and not wanted:
+        raise OptionError(
+            "loss_scale is for graphs that compute in float16; this one computes in "
+            f"{manifest.config.get('dtype', 'float32')}. Leave it out."
+        )
+    return Scaler(options or LossScale()) if wanted else None
 
 
 def _chosen(assembly: str | None, manifest: Manifest) -> str:
