@@ -52,7 +52,8 @@ def _activation(e: Emitter, hidden: ir.Value, config: MoeOptions) -> ir.Value:
     if kind == "geglu":
         return e.op("Mul", e.op("Gelu", gate), up)
     limit = config.swiglu_limit
-    gate = e.op("Min", gate, e.like(limit, gate))
+    # Not Min, whose gradient is shared at a tie: 16-bit values often are the limit itself.
+    gate = e.op("Clip", gate, None, e.like(limit, gate))
     up = e.op("Clip", up, e.like(-limit, up), e.like(limit, up))
     swish = e.op("Mul", gate, e.op("Sigmoid", e.op("Mul", gate, e.like(config.swiglu_alpha, gate))))
     return e.op("Mul", e.op("Add", up, e.like(1, up)), swish)
@@ -106,7 +107,10 @@ def _each(e: Emitter, stacked: ir.Value | None, experts: int) -> list[ir.Value |
 def _grouped(
     e: Emitter, dispatched: Dispatched, params: Parameters, prefix: str, config: MoeOptions
 ) -> ir.Value:
-    """One node a product, however many experts there are."""
+    """One node a product, however many experts there are.
+
+    It has no bias: in 16 bit the sum of product and bias is rounded once more.
+    """
     name, width = first_projection(config)
     sizes, weights = dispatched.group_sizes(e, config.num_experts), dispatched.weights
     half = half_of(config)

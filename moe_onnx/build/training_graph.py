@@ -257,6 +257,8 @@ class _Draft:
         if scale is not None:
             with self.e.scope("unscaled"):
                 inverse = self.e.op("Reciprocal", scale)
+                for name, gradient in zip(names, gradients, strict=True):
+                    self.e.rename(gradient, f"{name}.grad.scaled")
                 gradients = [self.e.op("Mul", gradient, inverse) for gradient in gradients]
         if is_layer:
             dims = ("tokens", self.config.hidden_size)
