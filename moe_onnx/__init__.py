@@ -13,6 +13,7 @@ from moe_onnx.adapters.python_ops import register_python_ops as _register_python
 from moe_onnx.adapters.reference_evaluator import reference_ops
 from moe_onnx.adapters.schema import register_schemas as _register_schemas
 from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
+from moe_onnx.build.learning_rate import LearningRate
 from moe_onnx.build.optimizers import SGD, AdamW
 from moe_onnx.errors import (
     AttributeValueError,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from moe_onnx.inspection.inspection import inspect
     from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
     from moe_onnx.runtime.generate import generate
+    from moe_onnx.runtime.loss_scale import LossScale
     from moe_onnx.runtime.train import train
     from moe_onnx.runtime.training_session import TrainingSession
     from moe_onnx.validation.device.compare import compare
@@ -88,7 +90,9 @@ __all__ = [
     "GradientError",
     "IndexValueError",
     "InferenceSession",
+    "LearningRate",
     "LimitError",
+    "LossScale",
     "MissingInputError",
     "ModelError",
     "ModelFileError",
@@ -151,6 +155,7 @@ _ON_FIRST_USE = {
     "load_checkpoint": "moe_onnx.runtime.checkpoint",
     "save_checkpoint": "moe_onnx.runtime.checkpoint",
     "generate": "moe_onnx.runtime.generate",
+    "LossScale": "moe_onnx.runtime.loss_scale",
     "train": "moe_onnx.runtime.train",
     "TrainingSession": "moe_onnx.runtime.training_session",
     "inspect": "moe_onnx.inspection.inspection",

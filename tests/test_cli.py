@@ -65,6 +65,17 @@ def test_help_has_examples(command: str) -> None:
     assert "Examples:" in output and f"moe-onnx {command}" in output
 
 
+def test_train_by_schedule_and_micro_batches(tiny: Path, tokens: Path, tmp_path: Path) -> None:
+    how = ["--lr-schedule", "cosine", "--warmup-steps", 2, "--min-lr", 0.1, "--accumulate", 3, "--threads", 1]
+    train(tiny, tokens, tmp_path / "whole", "--steps", 6, *how)
+    found = rows(tmp_path / "whole")
+    rate = moe_onnx.LearningRate(lr=0.5, lr_scheduler_type="cosine", steps=6, warmup_steps=2, min_lr=0.1)
+    assert [row["lr"] for row in found] == [rate(number) for number in range(1, 7)]
+    assert {row["num_tokens"] for row in found} == {3 * 2 * 5}
+    wrong = train(tiny, tokens, tmp_path / "no", "--min-lr", 0.1, code=2)
+    assert "'min_lr' must be 0 with lr_scheduler_type 'constant'" in wrong.output.replace("\n", " ")
+
+
 def test_train_writes_a_run(tiny: Path, tokens: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     output = train(tiny, tokens, out, "--steps", 20, "--eval-every", 10, "--threads", 1).output

@@ -157,6 +157,13 @@ class Emitter:
         value.shape = shape
         self.graph.outputs.append(value)
 
+    def rename(self, value: ir.Value, name: str) -> None:
+        """Another name for a value, where its own is wanted for an output to come."""
+        if value.name in self._own:
+            self._names.discard(value.name)
+            value.name = self._fresh(name, self._names)
+            self._own.add(value.name)
+
     def ensure_name(self, value: ir.Value) -> None:
         """Give an output that its node leaves out a name, so that nodes can use it."""
         if not value.name:

@@ -10,6 +10,8 @@ import onnx_ir as ir
 from moe_onnx.autodiff.emitter import Emitter
 from moe_onnx.errors import GradientError
 
+HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
 
 class Gradients:
     """The workbench of gradient rules."""
@@ -86,6 +88,14 @@ class Gradients:
         """``value`` in the dtype of ``other``."""
         return value if value.dtype == other.dtype else self.op("Cast", value, to=other.dtype)
 
+    def wide(self, value: ir.Value) -> ir.Value:
+        """A 16-bit value in float32, any other as it is."""
+        if value.dtype not in HALVES:
+            return value
+        wide = self.op("Cast", value, to=ir.DataType.FLOAT)
+        wide.shape = value.shape
+        return wide
+
     def rank(self, value: ir.Value) -> int:
         """The rank of a value, which must be known.
 
@@ -117,6 +127,9 @@ class Gradients:
         elem = value.dtype or alive.dtype
         if elem is None or not elem.is_floating_point():
             raise GradientError(f"The type of '{value.name}' is not known, and its gradient needs it.")
+        if elem == ir.DataType.BFLOAT16:  # which onnxruntime cannot expand
+            zeros = self.op("Expand", self.constant(0, ir.DataType.FLOAT), shape)
+            return self.op("Cast", zeros, to=elem)
         return self.op("Expand", self.constant(0, elem), shape)
 
     def split_into(self, lengths: Sequence[int | str | None]) -> ir.Value | None:

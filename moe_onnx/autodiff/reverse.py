@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import onnx_ir as ir
 
 from moe_onnx.autodiff.emitter import Emitter
-from moe_onnx.autodiff.gradients import Gradients, is_float, sizes
+from moe_onnx.autodiff.gradients import HALVES, Gradients, is_float, sizes
 from moe_onnx.autodiff.registry import find_rule
 from moe_onnx.errors import GradientError, MoeOnnxError
 
@@ -69,6 +69,7 @@ class _Walk:
             return None
         if len(parts) > 1:
             op = "Add" if len(parts) == 2 else "Sum"
+            parts = self.parts[value] = [self.g.wide(part) for part in parts]  # rounded once, as a sum
             parts[:] = [self.emitter.op(op, *parts, name=f"{value.name}.grad")]
         return parts[0]
 
@@ -88,6 +89,8 @@ class _Walk:
             )
         try:
             with self.emitter.scope("grad"), self.emitter.scope(node.name or node.op_type):
+                if node.op_type != "Cast":  # whose rule takes the sums of 16-bit gradients as they are
+                    grads = [self._narrowed(d, out) for d, out in zip(grads, node.outputs, strict=True)]
                 parts = list(rule(self.g, node, *grads))
         except MoeOnnxError as error:
             raise GradientError(
@@ -116,7 +119,13 @@ class _Walk:
                 f"The loss '{self.loss.name}' has no differentiable path to '{value.name}': "
                 f"{self._why_not(value)}."
             )
-        return total
+        narrowed = self._narrowed(total, value)
+        assert narrowed is not None
+        return narrowed
+
+    def _narrowed(self, grad: ir.Value | None, value: ir.Value) -> ir.Value | None:
+        """The gradient of a 16-bit value is 16-bit."""
+        return grad if grad is None or value.dtype not in HALVES else self.g.cast(grad, value)
 
     def _path(self, node: ir.Node) -> str:
         steps = [node]

@@ -20,6 +20,7 @@ import onnx_ir as ir
 from moe_onnx.autodiff.emitter import Emitter, shaped
 from moe_onnx.build.capacity import real_pairs, with_rest, within_capacity
 from moe_onnx.build.moe_options import MoeOptions
+from moe_onnx.build.precision import Half, half_of, narrow, probabilities, wide
 from moe_onnx.build.router import Routing, real_choices, tokens_per_expert
 from moe_onnx.spec import DOMAIN
 
@@ -28,10 +29,11 @@ from moe_onnx.spec import DOMAIN
 class Dispatched:
     """The rows of all experts, ordered by expert, and the way back.
 
-    ``rows`` is ``[rows, H]``; ``sizes`` how many of them each expert has, int32 ``[E]``, or the number
-    that every one has; ``weights`` ``[rows, 1]`` is what experts weigh their rows by, None where the
-    combine does; ``combine`` makes ``[tokens, H]`` of ``[rows, H]``; ``dropped`` counts the real pairs
-    without a row, None where there are none.
+    ``rows`` is ``[rows, H]``, float32 that holds values of the compute dtype; ``sizes`` how many of them
+    each expert has, int32 ``[E]``, or the number that every one has; ``weights`` ``[rows, 1]`` is what
+    experts weigh their rows by, None where the combine does; ``combine`` makes ``[tokens, H]`` of
+    ``[rows, H]``, which it rounds first; ``dropped`` counts the real pairs without a row, None where there
+    are none.
     """
 
     rows: ir.Value
@@ -142,14 +144,16 @@ def _drop_pad(
         weights = _weights_of_rows(e, scales, lost, e.constant([limit + 1]))
         weights = _head(e, weights, e.constant([limit]))
         # Without scales the operator takes K to be 1.
-        ones = e.op("Expand", e.like(1.0, x), e.op("Shape", routing.expert_idx))
+        ones = e.op("Expand", e.like(1.0, scales), e.op("Shape", routing.expert_idx))
         scales = shaped(ones, "tokens", config.num_experts_per_tok)
-    absent = e.constant(np.empty((0, 0), np.float32))
+    half = half_of(config)
+    absent = _absent(e, half)
+    scales = probabilities(e, scales, half)
 
     def combine(done: ir.Value) -> ir.Value:
         y = e.op(
             "MoeFinalizeRoutingV2",
-            e.op("Reshape", done, e.constant([config.num_experts, config.capacity, hidden])),
+            e.op("Reshape", narrow(e, done, half), e.constant([config.num_experts, config.capacity, hidden])),
             row_idx,
             absent,
             absent,
@@ -160,7 +164,7 @@ def _drop_pad(
             name="combine",
             drop_pad_mode=3,
         )
-        return shaped(y, "tokens", hidden)
+        return wide(e, shaped(y, "tokens", hidden))
 
     has_row = e.op("GreaterOrEqual", row_idx, e.constant(0, np.int32))
     used = e.op("ReduceSum", e.op("Cast", has_row, to=ir.DataType.INT64), keepdims=1)
@@ -178,12 +182,12 @@ def _by_map(
         chosen = within_capacity(e, routing, mask, config)
     elif padded:
         chosen = real_choices(e, routing, mask)
-    in_experts = config.router_weights_on == "experts"
+    in_experts, half = config.router_weights_on == "experts", half_of(config)
     rows, weights, sorted_indices = e.ops(
         "MoeTokenPermuteWithRoutingMap",
-        x,
+        narrow(e, x, half),
         chosen,
-        routing.weights if in_experts else e.constant(np.empty((0, 0), np.float32)),
+        probabilities(e, routing.weights, half) if in_experts else _absent(e, half),
         outputs=3,
         domain=DOMAIN,
         name="dispatch",
@@ -196,9 +200,9 @@ def _by_map(
         dropped = e.op("Sub", real_pairs(e, routing, mask), used)
     shaped(sorted_indices, "rows")
     return Dispatched(
-        shaped(rows, "rows", config.hidden_size),
+        wide(e, shaped(rows, "rows", config.hidden_size)),
         config.capacity if padded else e.op("Cast", counts, to=ir.DataType.INT32),
-        e.op("Unsqueeze", shaped(weights, "rows"), e.constant([1])) if in_experts else None,
+        e.op("Unsqueeze", wide(e, shaped(weights, "rows")), e.constant([1])) if in_experts else None,
         lambda done: _unpermute(e, done, sorted_indices, routing, config, chosen=chosen, padded=padded),
         dropped,
     )
@@ -215,9 +219,9 @@ def _init_routing(
     capacity: int = 0,
     counts: int = 0,
 ) -> Sequence[ir.Value]:
-    return e.ops(
+    rows, *rest = e.ops(
         "MoeInitRoutingV2",
-        x,
+        narrow(e, x, half_of(config)),
         expert_idx,
         outputs=4,
         domain=DOMAIN,
@@ -229,6 +233,7 @@ def _init_routing(
         expert_tokens_count_or_cumsum_flag=counts,
         expert_tokens_before_capacity_flag=0,
     )
+    return wide(e, rows), *rest
 
 
 def _unpermute(
@@ -241,19 +246,24 @@ def _unpermute(
     chosen: ir.Value | None = None,
     padded: bool = False,
 ) -> ir.Value:
-    absent = config.router_weights_on == "experts"
+    absent, half = config.router_weights_on == "experts", half_of(config)
     combined = e.ops(
         "MoeTokenUnpermuteWithRoutingMap",
-        rows,
+        narrow(e, rows, half),
         index,
         routing.routing_map if chosen is None else chosen,
-        e.constant(np.empty((0, 0), np.float32)) if absent else routing.weights,
+        _absent(e, half) if absent else probabilities(e, routing.weights, half),
         outputs=4,
         domain=DOMAIN,
         name="combine",
         drop_and_pad=int(padded),
     )
-    return shaped(combined[0], "tokens", config.hidden_size)
+    return wide(e, shaped(combined[0], "tokens", config.hidden_size))
+
+
+def _absent(e: Emitter, half: Half) -> ir.Value:
+    """What an operator takes for no probabilities beside rows of this dtype."""
+    return e.constant(np.empty((0, 0)), half or np.float32)
 
 
 def _head(e: Emitter, rows: ir.Value, end: ir.Value) -> ir.Value:

@@ -9,13 +9,14 @@ from moe_onnx.autodiff.emitter import Emitter, shaped
 from moe_onnx.build.dispatch import Dispatched
 from moe_onnx.build.layers import Parameters, dense_mlp, linear, silu
 from moe_onnx.build.moe_options import MoeOptions
+from moe_onnx.build.precision import half_of, narrow, rounded, wide
 from moe_onnx.spec import DOMAIN
 
 
 def experts(
     e: Emitter, dispatched: Dispatched, params: Parameters, prefix: str, config: MoeOptions
 ) -> ir.Value:
-    """What the experts make of their rows: ``[rows, H]`` again, in the same order."""
+    """What the experts make of their rows: ``[rows, H]`` again, in the same order, not rounded at last."""
     if config.num_experts <= config.unroll_experts:
         return _unrolled(e, dispatched, params, f"{prefix}experts.", config)
     return _grouped(e, dispatched, params, f"{prefix}experts.", config)
@@ -27,10 +28,12 @@ def shared_expert(
     """The output of the expert that takes every token, or None where there is none."""
     if config.shared_expert_intermediate_size is None:
         return None
+    half = half_of(config)
     if not config.shared_expert_gate:
-        return dense_mlp(e, x, params, f"{prefix}shared_experts.")
-    y = dense_mlp(e, x, params, f"{prefix}shared_expert.")
-    return e.op("Mul", y, e.op("Sigmoid", linear(e, x, params[f"{prefix}shared_expert_gate.weight"])))
+        return dense_mlp(e, x, params, f"{prefix}shared_experts.", half)
+    y = dense_mlp(e, x, params, f"{prefix}shared_expert.", half)
+    gate = wide(e, linear(e, x, params[f"{prefix}shared_expert_gate.weight"], half=half))
+    return e.op("Mul", y, e.op("Sigmoid", gate))
 
 
 def first_projection(config: MoeOptions) -> tuple[str, int]:
@@ -49,7 +52,8 @@ def _activation(e: Emitter, hidden: ir.Value, config: MoeOptions) -> ir.Value:
     if kind == "geglu":
         return e.op("Mul", e.op("Gelu", gate), up)
     limit = config.swiglu_limit
-    gate = e.op("Min", gate, e.like(limit, gate))
+    # Not Min, whose gradient is shared at a tie: 16-bit values often are the limit itself.
+    gate = e.op("Clip", gate, None, e.like(limit, gate))
     up = e.op("Clip", up, e.like(-limit, up), e.like(limit, up))
     swish = e.op("Mul", gate, e.op("Sigmoid", e.op("Mul", gate, e.like(config.swiglu_alpha, gate))))
     return e.op("Mul", e.op("Add", up, e.like(1, up)), swish)
@@ -60,22 +64,27 @@ def _unrolled(
 ) -> ir.Value:
     """Nodes of its own for each expert: the fastest form where experts are few."""
     count, hidden_size, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    half = half_of(config)
     name, rows = first_projection(config)
     parts = dispatched.split(e, dispatched.rows, count)
     weights = None if dispatched.weights is None else dispatched.split(e, dispatched.weights, count)
-    up = _matrices(e, params[f"{prefix}{name}"], count, rows, hidden_size)
-    down = _matrices(e, params[f"{prefix}down_proj"], count, hidden_size, inner)
-    up_bias = _each(e, params.get(f"{prefix}{name}_bias"), count)
-    down_bias = _each(e, params.get(f"{prefix}down_proj_bias"), count)
+    # All of a parameter is rounded at once: two nodes, not two for each expert.
+    given = (params.get(f"{prefix}{n}") for n in (name, "down_proj", f"{name}_bias", "down_proj_bias"))
+    weight, last, bias, last_bias = (None if p is None else rounded(e, p, half) for p in given)
+    assert weight is not None and last is not None
+    up = _matrices(e, weight, count, rows, hidden_size)
+    down = _matrices(e, last, count, hidden_size, inner)
+    up_bias, down_bias = _each(e, bias, count), _each(e, last_bias, count)
     done = []
     for i in range(count):
         with e.scope(str(i)):
-            hidden = _activation(e, linear(e, parts[i], up[i], up_bias[i]), config)
+            # Rows and weights are rounded already.
+            hidden = _activation(e, rounded(e, linear(e, parts[i], up[i], up_bias[i]), half), config)
             bias = down_bias[i]
             if weights is None:
-                done.append(linear(e, hidden, down[i], bias))
+                done.append(linear(e, rounded(e, hidden, half), down[i], bias))
                 continue
-            y = linear(e, e.op("Mul", hidden, weights[i]), down[i])
+            y = linear(e, rounded(e, e.op("Mul", hidden, weights[i]), half), down[i])
             done.append(y if bias is None else e.op("Add", y, e.op("Mul", weights[i], bias)))
     return done[0] if count == 1 else e.op("Concat", *done, axis=0)
 
@@ -98,20 +107,26 @@ def _each(e: Emitter, stacked: ir.Value | None, experts: int) -> list[ir.Value |
 def _grouped(
     e: Emitter, dispatched: Dispatched, params: Parameters, prefix: str, config: MoeOptions
 ) -> ir.Value:
-    """One node a product, however many experts there are."""
+    """One node a product, however many experts there are.
+
+    It has no bias: in 16 bit the sum of product and bias is rounded once more.
+    """
     name, width = first_projection(config)
     sizes, weights = dispatched.group_sizes(e, config.num_experts), dispatched.weights
-    biases = [params.get(f"{prefix}{n}_bias") for n in (name, "down_proj")]
+    half = half_of(config)
+    given = [params.get(f"{prefix}{n}_bias") for n in (name, "down_proj")]
+    biases = [None if bias is None else rounded(e, bias, half) for bias in given]
     expert = _expert_of_row(e, dispatched) if config.expert_bias else None
 
     def product(what: str, x: ir.Value, out: int) -> ir.Value:
-        weight = params[f"{prefix}{name if what == 'up' else 'down_proj'}"]
+        weight = narrow(e, params[f"{prefix}{name if what == 'up' else 'down_proj'}"], half)
+        x = narrow(e, x, half)
         y = e.op("MoeGroupedMatmul", x, weight, sizes, domain=DOMAIN, name=what, transpose_weight=1)
-        return shaped(y, "rows", out)
+        return wide(e, shaped(y, "rows", out))
 
     hidden = product("up", dispatched.rows, width)
     if biases[0] is not None:
-        hidden = e.op("Add", hidden, e.op("Gather", biases[0], expert, axis=0))
+        hidden = rounded(e, e.op("Add", hidden, e.op("Gather", biases[0], expert, axis=0)), half)
     hidden = _activation(e, hidden, config)
     if weights is not None:
         hidden = e.op("Mul", hidden, weights)

@@ -18,6 +18,7 @@ from moe_onnx.build.losses import (
     weighted_sum,
 )
 from moe_onnx.build.moe import moe_layer
+from moe_onnx.build.precision import half_of, wide
 from moe_onnx.build.router import Routing, real_choices, tokens_per_expert
 
 Dims = tuple[int | str, ...]
@@ -102,7 +103,7 @@ def _noise(e: Emitter, batch: dict[str, ir.Value], layer: int) -> ir.Value | Non
 def _language_model(
     e: Emitter, config: MoeLMConfig, batch: dict[str, ir.Value], params: Parameters, losses: bool
 ) -> Forward:
-    ids, attention_mask = batch["input_ids"], batch["attention_mask"]
+    ids, attention_mask, half = batch["input_ids"], batch["attention_mask"], half_of(config)
     where = positions(e, ids, attention_mask, config)
     flat_mask = e.op("Reshape", e.op("Cast", attention_mask, to=ir.DataType.BOOL), e.constant([-1, 1]))
     mask = shaped(flat_mask, "tokens", 1)
@@ -124,10 +125,11 @@ def _language_model(
                     y, routing = moe_layer(e, normed, params, f"{prefix}mlp.", mask, noise, config)
                     routings.append(routing)
                 else:
-                    y = dense_mlp(e, normed, params, f"{prefix}mlp.")
+                    y = dense_mlp(e, normed, params, f"{prefix}mlp.", half)
             x = e.op("Add", x, y)
     x = _norm(e, x, params, "model.norm", config)
-    logits = linear(e, x, embedding if config.tie_word_embeddings else params["lm_head.weight"])
+    head = embedding if config.tie_word_embeddings else params["lm_head.weight"]
+    logits = wide(e, linear(e, x, head, half=half))
     shape: Dims = ("batch", "sequence", config.vocab_size)
     if not losses:
         full = e.op("Concat", where.batch, where.sequence, e.constant([config.vocab_size]), axis=0)

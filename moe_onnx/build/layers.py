@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from moe_onnx.autodiff.emitter import Emitter, shaped
 from moe_onnx.build.config import MoeLMConfig
+from moe_onnx.build.precision import Half, half_of, narrow, rounded, wide
 
 Parameters = dict[str, ir.Value]
 LOWEST = float(np.finfo(np.float32).min)
@@ -30,9 +31,12 @@ class Positions:
     bias: ir.Value
 
 
-def linear(e: Emitter, x: ir.Value, weight: ir.Value, bias: ir.Value | None = None) -> ir.Value:
-    """``x W^T (+ b)`` with the weight as ``[out, in]``."""
-    return e.op("Gemm", x, weight, *([] if bias is None else [bias]), transB=1)
+def linear(
+    e: Emitter, x: ir.Value, weight: ir.Value, bias: ir.Value | None = None, *, half: Half = None
+) -> ir.Value:
+    """``x W^T (+ b)`` with the weight as ``[out, in]``; of 16-bit operands, and 16-bit, with ``half``."""
+    operands = [rounded(e, value, half) for value in (x, weight, bias) if value is not None]
+    return narrow(e, e.op("Gemm", *operands, transB=1), half)
 
 
 def exact_sum(e: Emitter, x: ir.Value, *axes: ir.Value) -> ir.Value:
@@ -54,11 +58,12 @@ def silu(e: Emitter, x: ir.Value) -> ir.Value:
     return e.op("Mul", x, e.op("Sigmoid", x))
 
 
-def dense_mlp(e: Emitter, x: ir.Value, params: Parameters, prefix: str) -> ir.Value:
+def dense_mlp(e: Emitter, x: ir.Value, params: Parameters, prefix: str, half: Half) -> ir.Value:
     """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
-    gate = linear(e, x, params[f"{prefix}gate_proj.weight"])
-    up = linear(e, x, params[f"{prefix}up_proj.weight"])
-    return linear(e, e.op("Mul", silu(e, gate), up), params[f"{prefix}down_proj.weight"])
+    gate = wide(e, linear(e, x, params[f"{prefix}gate_proj.weight"], half=half))
+    up = wide(e, linear(e, x, params[f"{prefix}up_proj.weight"], half=half))
+    hidden = e.op("Mul", silu(e, gate), up)
+    return wide(e, linear(e, hidden, params[f"{prefix}down_proj.weight"], half=half))
 
 
 def positions(e: Emitter, input_ids: ir.Value, attention_mask: ir.Value, config: MoeLMConfig) -> Positions:
@@ -88,10 +93,11 @@ def attention(
 ) -> ir.Value:
     """Grouped-query attention with rotary positions; query heads of a group share keys and values."""
     size, heads, kv_heads = config.head_size, config.num_attention_heads, config.kv_heads
-    group = heads // kv_heads
+    group, half = heads // kv_heads, half_of(config)
     projected = {}
     for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-        y = linear(e, x, params[f"{prefix}{name}_proj.weight"], params.get(f"{prefix}{name}_proj.bias"))
+        bias = params.get(f"{prefix}{name}_proj.bias")
+        y = wide(e, linear(e, x, params[f"{prefix}{name}_proj.weight"], bias, half=half))
         norm = params.get(f"{prefix}{name}_norm.weight")
         if norm is not None and config.qk_norm == "full":
             y = rms_norm(e, y, norm, count * size, config.rms_norm_eps)
@@ -103,25 +109,28 @@ def attention(
             y = e.op("Clip", y, e.like(-limit, y), e.like(limit, y))
         projected[name] = y if name == "v" else _rotate(e, y, where)
     q = e.op("Mul", projected["q"], e.like(config.attention_scale, x))
+    # Rotated and scaled in float32, and rounded once.
+    q, k, v = (rounded(e, value, half) for value in (q, projected["k"], projected["v"]))
     q = e.op("Transpose", q, perm=[0, 2, 1, 3])
-    k = e.op("Transpose", projected["k"], perm=[0, 2, 3, 1])
-    v = e.op("Transpose", projected["v"], perm=[0, 2, 1, 3])
+    k = e.op("Transpose", k, perm=[0, 2, 3, 1])
+    v = e.op("Transpose", v, perm=[0, 2, 1, 3])
     if group == 1:
-        scores = e.op("Add", e.op("MatMul", q, k), where.bias)
-        mixed = e.op("MatMul", e.op("Softmax", scores, axis=-1), v)
+        scores = e.op("Add", rounded(e, e.op("MatMul", q, k), half), where.bias)
+        mixed = e.op("MatMul", rounded(e, e.op("Softmax", scores, axis=-1), half), v)
     else:
         # The query heads of a group are further rows of one matrix: keys and values are not repeated.
         q = _reshape(e, q, where, "batch", kv_heads, "group_rows", size, group=group)
-        scores = e.op("MatMul", q, k)
+        scores = rounded(e, e.op("MatMul", q, k), half)
         scores = _reshape(e, scores, where, "batch", kv_heads, group, "sequence", "sequence")
         scores = e.op("Add", scores, e.op("Unsqueeze", where.bias, e.constant([1])))
-        weights = e.op("Softmax", scores, axis=-1)
+        weights = rounded(e, e.op("Softmax", scores, axis=-1), half)
         weights = _reshape(e, weights, where, "batch", kv_heads, "group_rows", "sequence", group=group)
         mixed = e.op("MatMul", weights, v)
         mixed = _reshape(e, mixed, where, "batch", heads, "sequence", size)
-    mixed = e.op("Transpose", mixed, perm=[0, 2, 1, 3])
+    mixed = e.op("Transpose", narrow(e, mixed, half), perm=[0, 2, 1, 3])
     mixed = shaped(e.op("Reshape", mixed, e.constant([-1, heads * size])), "tokens", heads * size)
-    return linear(e, mixed, params[f"{prefix}o_proj.weight"], params.get(f"{prefix}o_proj.bias"))
+    bias = params.get(f"{prefix}o_proj.bias")
+    return wide(e, linear(e, mixed, params[f"{prefix}o_proj.weight"], bias, half=half))
 
 
 def _rotate(e: Emitter, x: ir.Value, where: Positions) -> ir.Value:

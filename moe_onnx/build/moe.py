@@ -25,7 +25,8 @@ def moe_layer(
 ) -> tuple[ir.Value, Routing]:
     """``sum over the K experts of weight * expert(x)`` for each token, and the shared expert.
 
-    A pair of token and expert that the dispatch drops adds 0, and has no gradient.
+    ``x`` and the result are float32. A pair of token and expert that the dispatch drops adds 0, and has no
+    gradient.
     """
     with e.scope("router"):
         routing = route(e, x, params, prefix, mask, noise, config)

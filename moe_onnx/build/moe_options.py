@@ -18,6 +18,7 @@ DISPATCH_MODES = ("dropless", "active", "drop_pad")
 DROP_POLICIES = ("probs", "position")
 WEIGHT_PLACES = ("combine", "experts")
 AUX_LOSSES = ("pooled", "per_layer", "sequence", "global")
+DTYPES = ("float32", "bfloat16", "float16")
 EXPERT_ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu", "gelu", "relu")
 GATED = ("swiglu", "geglu", "clamped_swiglu")
 
@@ -93,6 +94,9 @@ class MoeOptions(Options):
         unroll_experts: Up to how many experts get nodes of their own; above, one MoeGroupedMatmul
             per product, so that the number of nodes does not grow with the experts.
         initializer_range: Standard deviation of the initial weights.
+        dtype: What matrix products, dispatch and combine compute in: ``"float32"``, ``"bfloat16"`` or
+            ``"float16"``, as ``precision.py`` says. Parameters, and all that graphs take and give, are
+            float32 in any case. ``"float16"`` trains with a loss scale.
 
     Raises:
         ConfigError: If a value is illegal, naming field, value and rule.
@@ -131,6 +135,7 @@ class MoeOptions(Options):
     router_z_loss_coef: float = 0.0
     unroll_experts: int = 16
     initializer_range: float = 0.02
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         """Check every field on its own, then what goes together."""
@@ -141,6 +146,7 @@ class MoeOptions(Options):
             if getattr(self, name) is not None:
                 self.check_int(name)
         self.check_choice("expert_activation", EXPERT_ACTIVATIONS)
+        self.check_choice("dtype", DTYPES)
         self.check_choice("router_scores", ROUTER_SCORES)
         self.check_choice("group_score", GROUP_SCORES)
         self.check_choice("router_weights_on", WEIGHT_PLACES)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
+from moe_onnx.build.learning_rate import LearningRate
 from moe_onnx.build.optimizers import Optimizer, optimizer_from_dict
 from moe_onnx.build.options import Options
 from moe_onnx.build.presets import PRESETS
@@ -31,6 +32,8 @@ class Schedule(Options):
         batch_size: Sequences in a batch.
         sequence_length: Tokens of a sequence.
         lr: Learning rate.
+        lr_scheduler_type, warmup_steps, min_lr: As in :class:`LearningRate`.
+        gradient_accumulation_steps: Batches of an update, as in :func:`moe_onnx.train`.
         seed: Of the initial weights and the data order.
 
     Raises:
@@ -41,14 +44,29 @@ class Schedule(Options):
     batch_size: int = 16
     sequence_length: int = 128
     lr: float = 1e-3
+    lr_scheduler_type: str = "constant"
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+    gradient_accumulation_steps: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Check every field."""
-        self.check_int("steps", "batch_size")
+        self.check_int("steps", "batch_size", "gradient_accumulation_steps")
         self.check_int("sequence_length", low=2)
         self.check_int("seed", low=0)
-        self.check_float("lr")
+        _ = self.learning_rate  # which checks its own
+
+    @property
+    def learning_rate(self) -> LearningRate:
+        """The rate of each update."""
+        return LearningRate(
+            lr=self.lr,
+            lr_scheduler_type=self.lr_scheduler_type,
+            steps=self.steps,
+            warmup_steps=self.warmup_steps,
+            min_lr=self.min_lr,
+        )
 
 
 @dataclass(frozen=True)

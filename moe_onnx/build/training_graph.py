@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from moe_onnx.autodiff.emitter import Emitter
+from moe_onnx.autodiff.emitter import Emitter, shaped
 from moe_onnx.autodiff.graphs import infer, to_model
 from moe_onnx.autodiff.reverse import add_gradients
 from moe_onnx.build import manifest as manifests
@@ -31,6 +31,7 @@ from moe_onnx.spec import DOMAIN, PACKAGE_VERSION, VERSION
 ASSEMBLIES = ("step", "grad", "apply", "eval", "forward")
 # What the oldest supported onnxruntime loads, whatever the installed onnx would write.
 OPSET, IR_VERSION = 21, 10
+LOSS_SCALE = "loss_scale"  # a hyperparameter of graphs that differentiate in float16
 
 _DOC = (
     "Routers: equal scores go to the lower expert. A router logit that is NaN ranks first and makes the loss "
@@ -157,6 +158,8 @@ def build_training_graph(
               state; elementwise, so that outputs may be bound to the memory of their inputs.
             - ``eval``: batch, parameters -> metrics.
             - ``forward``: batch without labels, parameters -> logits, or a layer's output.
+            With ``dtype="float16"`` ``step`` and ``grad`` also take ``loss_scale``, which the loss is
+            multiplied by before it is differentiated; the gradients that they give are divided by it.
             A router's selection bias is a parameter without a gradient: ``grad`` gives and ``apply`` takes
             its ``load_excess`` instead, which like gradients adds up over the parts of a batch.
         optimizer: :class:`AdamW` (the default) or :class:`SGD`.
@@ -273,7 +276,17 @@ class _Draft:
         wanted = [param.name for param in trained]
         is_layer = isinstance(self.config, MoeLayerConfig)
         names = [*wanted, *(["hidden_states"] if is_layer else [])]
-        gradients = add_gradients(self.e, done.loss, [self.values[name] for name in names])
+        loss, scale = done.loss, None
+        if self.config.dtype == "float16":
+            scale = self._input(LOSS_SCALE, "float32", (), "hyperparameter")
+            loss = shaped(self.e.op("Mul", loss, scale, name="scaled_loss"))
+        gradients = add_gradients(self.e, loss, [self.values[name] for name in names])
+        if scale is not None:
+            with self.e.scope("unscaled"):
+                inverse = self.e.op("Reciprocal", scale)
+                for name, gradient in zip(names, gradients, strict=True):
+                    self.e.rename(gradient, f"{name}.grad.scaled")
+                gradients = [self.e.op("Mul", gradient, inverse) for gradient in gradients]
         if is_layer:
             dims = ("tokens", self.config.hidden_size)
             self._output(gradients.pop(), "hidden_states.grad", "float32", dims, "output")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from moe_onnx.build.training_graph import TrainingGraph
 from moe_onnx.cli import graphs, huggingface, inspection, language, training, validation
 from moe_onnx.cli.commands import show_info, write_cards, write_pages, write_shelf
 from moe_onnx.cli.options import ASSEMBLY, CONSOLE, INTERRUPTED, Commands, build, model_options, recipe_of
+from moe_onnx.cli.schedule import schedule_options
 from moe_onnx.errors import OptionError
 from moe_onnx.runtime.data import BIN_DTYPES, TokenDataset
 from moe_onnx.runtime.routes import KERNELS
@@ -113,7 +115,8 @@ def export(assembly: str, output: Path, from_hf: Path | None, **model: Any) -> N
 @click.option("--steps", type=click.IntRange(min=1), help="Updates in all.")
 @click.option("--batch-size", type=click.IntRange(min=1))
 @click.option("--sequence-length", type=click.IntRange(min=2))
-@click.option("--lr", type=float, help="Learning rate.")
+@click.option("--lr", type=float, help="Learning rate, after the warm-up.")
+@schedule_options
 @click.option("--seed", type=click.IntRange(min=0), help="Of the initial weights and the data order.")
 @click.option("-o", "--output", type=FOLDER, required=True, help="Folder of the run.")
 @click.option("--resume", is_flag=True, help="Go on from the run's checkpoint, to the same numbers.")
@@ -152,14 +155,15 @@ def train(
       moe-onnx train --config tiny_moe_lm --text book.txt -o run
       moe-onnx train model --text book.txt --tokenizer mixtral -o run
       moe-onnx train model --tokens ids.bin --dtype uint16 --batch-size 4 -o run
+      moe-onnx train model --text book.txt --lr-schedule cosine --warmup-steps 100 --min-lr 1e-5 -o run
+      moe-onnx train model --text book.txt --batch-size 4 --gradient-accumulation-steps 8 -o run
       moe-onnx train model --text book.txt --steps 1000 -o run --resume
 
     Writes metrics.jsonl, loss.svg, expert_load.svg and checkpoint/ (model.safetensors has the names of
     transformers).
     Ctrl-C saves a checkpoint first.
     """  # noqa: D301
-    names = ("steps", "batch_size", "sequence_length", "lr", "seed")
-    given = {name: rest.pop(name) for name in names}
+    given = {field.name: rest.pop(field.name) for field in fields(Schedule)}
     if (text is None) == (tokens is None):
         raise click.UsageError("Give either --text or --tokens.")
     if tokenizer is not None and text is None:
@@ -195,7 +199,7 @@ def train(
     session = TrainingSession(
         built,
         seed=how.seed,
-        lr=how.lr,
+        lr=how.learning_rate,
         kernels=kernels,
         sess_options=default_options(threads),
         non_finite="skip" if skip_non_finite else "raise",
@@ -203,7 +207,7 @@ def train(
     run = training.Run(output, session, data)
     if resume:
         run.resume()
-    code = run.train(how.steps, eval_every, save_every)
+    code = run.train(how.steps, eval_every, save_every, how.gradient_accumulation_steps)
     if code == INTERRUPTED:
         CONSOLE.print(
             f"to go on: {training.resume_command(ctx.find_root().obj)}", markup=False, soft_wrap=True

@@ -59,7 +59,9 @@ def first_losses(recipe: Recipe) -> dict[str, Any]:
     )
     graph = build_training_graph(recipe.config, assembly="grad+apply", optimizer=recipe.optimizer)
     options = default_options(1)
-    session = TrainingSession(graph, seed=how.seed, lr=how.lr, kernels="body", sess_options=options)
+    session = TrainingSession(
+        graph, seed=how.seed, lr=how.learning_rate, kernels="body", sess_options=options
+    )
     losses = [session.step(data.next_batch())["loss"] for _ in range(STEPS)]
     return {
         "data": f"{len(drawn)} words of {len(words)}, drawn by numpy's PCG64(0); see moe_onnx/cli/shelf.py",

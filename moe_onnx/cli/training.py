@@ -56,7 +56,7 @@ class Run:
         self.rows = [row for row in rows if row is not None and row["step"] <= self.session.global_step]
         CONSOLE.print(f"resumed at step {self.session.global_step}")
 
-    def train(self, steps: int, eval_every: int, save_every: int) -> int:
+    def train(self, steps: int, eval_every: int, save_every: int, accumulate: int = 1) -> int:
         """Train and write the run's files; the exit code."""
         self.folder.mkdir(parents=True, exist_ok=True)
         bar = Progress(
@@ -80,7 +80,7 @@ class Run:
                 row = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in metrics.items()}
                 self.rows.append(row)
                 file.write(json.dumps(row) + "\n")
-                tokens += self.data.batch_size * self.data.sequence_length
+                tokens += accumulate * self.data.batch_size * self.data.sequence_length
                 now = time.perf_counter()
                 rate = f"{tokens / (now - start):,.0f} tokens/s"
                 note = f"loss {row['loss']:.4f}  {rate}"
@@ -99,6 +99,7 @@ class Run:
                     eval_every=eval_every,
                     checkpoint=self.checkpoint,
                     save_every=save_every,
+                    gradient_accumulation_steps=accumulate,
                 )
             except (KeyboardInterrupt, MoeOnnxError) as error:
                 code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else WORK_FAILED
@@ -153,7 +154,7 @@ def demo(text: Path | None, steps: int | None, folder: Path) -> int:
     )
     # Small matrices: more threads wait for each other; and the same numbers anywhere.
     options = default_options(1)
-    session = TrainingSession(graph, seed=how.seed, lr=how.lr, sess_options=options)
+    session = TrainingSession(graph, seed=how.seed, lr=how.learning_rate, sess_options=options)
     run = Run(folder, session, data)
     code = run.train(steps, eval_every=max(1, steps // 6), save_every=0)
     if code:

@@ -437,7 +437,8 @@ def _to_python(
 
 def _cast(source: str, target: str, dtype: str) -> NodeProto:
     elem = ELEM_TYPES.get(dtype) or TensorProto.DataType.Value(dtype.upper())
-    return helper.make_node("Cast", [source], [target], name=target, to=elem)
+    # Not the target's name alone, which is that of the node whose output it was, where nodes are named so.
+    return helper.make_node("Cast", [source], [target], name=f"{target}/Cast", to=elem)
 
 
 def _finish(model: ModelProto, *, bodies: bool) -> None:

@@ -21,7 +21,7 @@ def checked_batch(
     config: Mapping[str, Any],
     *,
     capacity: int = 0,
-    number: int = 0,
+    draw: tuple[int, ...] = (0,),
 ) -> dict[str, Array]:
     """The batch as contiguous arrays of the graph's dtypes, absent ones filled in.
 
@@ -35,7 +35,7 @@ def checked_batch(
         inputs: The graph's inputs of role ``"batch"``.
         config: The manifest's config: ``vocab_size`` and ``ignore_index`` say which ids are legal.
         capacity: Rows of each expert; a batch must have as many tokens.
-        number: Of the update.
+        draw: Number of the update, and of the micro-batch where that is not the first.
 
     Raises:
         BatchError: Name, dtype, shape or value does not fit; names input, position, value and rule.
@@ -69,7 +69,7 @@ def checked_batch(
         )
     for info in inputs:
         if info.name not in batch:
-            done[info.name] = _default(info, done, sizes, (config.get("router_noise_seed", 0), number))
+            done[info.name] = _default(info, done, sizes, (config.get("router_noise_seed", 0), *draw))
     return done
 
 
@@ -87,7 +87,7 @@ def with_padding(batch: Mapping[str, Any], fewest: int) -> dict[str, Any]:
 
 
 def _default(
-    info: TensorInfo, done: Mapping[str, Array], sizes: Mapping[str, tuple[int, str]], seed: tuple[int, int]
+    info: TensorInfo, done: Mapping[str, Array], sizes: Mapping[str, tuple[int, str]], seed: tuple[int, ...]
 ) -> Array:
     ids = done.get("input_ids")
     if info.name == LOAD_BEFORE:

@@ -5,7 +5,8 @@
       step-00000120/
         model.safetensors       the parameters, by the names they have in transformers
         optimizer.safetensors   optimizer state, by the names of its graph inputs
-        trainer.json            step, data order, config, optimizer, versions; sizes and SHA-256 of the files
+        trainer.json            step, data order, config, optimizer, versions, in float16 the loss scale;
+                                sizes and SHA-256 of the files
 
 A save writes a new folder, renames it into place and then replaces ``latest``: whenever the process is
 killed, ``latest`` names a complete checkpoint, the old one or the new one.
@@ -25,7 +26,9 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from moe_onnx.build.training_graph import LOSS_SCALE
 from moe_onnx.errors import CheckpointError
+from moe_onnx.runtime.loss_scale import from_json, to_json
 from moe_onnx.runtime.training_state import STEP, checked_tensors
 from moe_onnx.spec import PACKAGE_VERSION
 
@@ -83,7 +86,7 @@ def load_checkpoint(session: TrainingSession, folder: str | os.PathLike[str]) ->
     """Load what :func:`save_checkpoint` saved; a session is changed as a whole or not at all.
 
     Args:
-        session: Of the same config and optimizer as the one that was saved.
+        session: Of the same config, but for ``dtype``, and optimizer as the one that was saved.
         folder: The checkpoint's folder, or one of the ``step-...`` folders in it.
 
     Returns:
@@ -97,13 +100,15 @@ def load_checkpoint(session: TrainingSession, folder: str | os.PathLike[str]) ->
     about = _read_trainer(path / TRAINER)
     for what, ours in (("config", session.manifest.config), ("optimizer", session.manifest.optimizer)):
         _compare(path / TRAINER, what, ours or {}, about.get(what) or {})
+    scale = about.get(LOSS_SCALE)
+    more = {} if scale is None else {LOSS_SCALE: from_json(scale, str(path / TRAINER))}
     parameters = set(session.manifest.parameter_names)
     expected = session.state_layout()
     state: dict[str, Any] = {}
     for name in (MODEL, OPTIMIZER):
         wanted = {key: kind for key, kind in expected.items() if (key in parameters) == (name == MODEL)}
         state |= _read_tensors(path / name, wanted, about["files"].get(name))
-    session.load_state_dict(state | {STEP: np.array(about["global_step"], np.int64)})
+    session.load_state_dict(state | more | {STEP: np.array(about["global_step"], np.int64)})
     return about
 
 
@@ -132,7 +137,7 @@ def has_checkpoint(folder: str | os.PathLike[str]) -> bool:
 
 def _write(session: TrainingSession, folder: Path, data: Mapping[str, Any] | None) -> None:
     state = session.state_dict()
-    step = int(state.pop(STEP))
+    step, scale = int(state.pop(STEP)), state.pop(LOSS_SCALE, None)
     parameters = {name: state.pop(name) for name in session.manifest.parameter_names}
     files = {}
     for name, tensors in ((MODEL, parameters), (OPTIMIZER, state)):
@@ -147,6 +152,7 @@ def _write(session: TrainingSession, folder: Path, data: Mapping[str, Any] | Non
         "config": session.manifest.config,
         "optimizer": session.manifest.optimizer,
         "data": None if data is None else dict(data),
+        **({} if scale is None else {LOSS_SCALE: to_json(scale)}),
         "files": files,
     }
     _write_synced(folder / TRAINER, json.dumps(about, indent=1).encode())
@@ -214,7 +220,8 @@ def _read_trainer(path: Path) -> dict[str, Any]:
 
 def _compare(path: Path, what: str, ours: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     absent = "nothing"
-    for key in [*ours, *(key for key in found if key not in ours)]:
+    # Parameters and optimizer state are float32 whatever is computed in.
+    for key in [key for key in (*ours, *(key for key in found if key not in ours)) if key != "dtype"]:
         if ours.get(key, absent) != found.get(key, absent):
             raise CheckpointError(
                 f"{path}: saved from another {what}: '{key}' expected {ours.get(key, absent)!r}, found "

@@ -26,6 +26,7 @@ def train(
     eval_batches: int = 4,
     checkpoint: str | os.PathLike[str] | None = None,
     save_every: int = 0,
+    gradient_accumulation_steps: int = 1,
 ) -> list[dict[str, Any]]:
     """Train until the session has made ``steps`` updates in all.
 
@@ -43,6 +44,7 @@ def train(
         eval_batches: How many held-out batches.
         checkpoint: Folder to save to at the end; None: nothing is saved.
         save_every: Also save every so many updates; 0: only at the end.
+        gradient_accumulation_steps: Batches drawn for each update, which are the micro-batches of one.
 
     Returns:
         The metrics of each step.
@@ -52,6 +54,9 @@ def train(
     """
     if save_every and checkpoint is None:
         raise OptionError("save_every needs a checkpoint folder.")
+    count = gradient_accumulation_steps
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise OptionError(f"gradient_accumulation_steps must be an integer >= 1, got {count!r}.")
     if eval_every:
         session.manifest.graph("eval")  # better now than after the first steps
     history: list[dict[str, Any]] = []
@@ -61,18 +66,21 @@ def train(
         with interrupts_deferred():
             before = data.state_dict()
             try:
-                metrics = session.step(data.next_batch())
+                batches = [data.next_batch() for _ in range(count)]
+                metrics = session.step(batches if count > 1 else batches[0])
             except BaseException:
                 data.load_state_dict(before)  # the batch counts as not drawn
                 raise
             done = session.global_step
-            skipped = skipped + 1 if metrics["skipped"] else 0
-            if eval_every and not skipped and (done % eval_every == 0 or done == steps):
+            made = not metrics["skipped"]
+            # Each overflow of float16 lowers the loss scale, whose own limit ends a row of them.
+            skipped = skipped + 1 if not made and not metrics.get("overflow") else 0
+            if eval_every and made and (done % eval_every == 0 or done == steps):
                 metrics["eval_loss"] = evaluate(session, data, eval_batches)
             history.append(metrics)
             if on_step is not None:
                 on_step(metrics)
-            if save_every and not skipped and done % save_every == 0 and checkpoint is not None:
+            if save_every and made and done % save_every == 0 and checkpoint is not None:
                 session.save_checkpoint(checkpoint, data=data.state_dict())
                 saved = done
         if skipped >= MAX_SKIPPED:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import onnxruntime
 
+from moe_onnx.build.forward import LOAD_BEFORE
 from moe_onnx.build.manifest import Manifest
-from moe_onnx.build.training_graph import TrainingGraph
-from moe_onnx.errors import CheckpointError, ModelError, NonFiniteError, OptionError
+from moe_onnx.build.training_graph import LOSS_SCALE, TrainingGraph
+from moe_onnx.errors import BatchError, CheckpointError, ModelError, NonFiniteError, OptionError
+from moe_onnx.runtime.accumulate import Accumulator
 from moe_onnx.runtime.batch import checked_batch
 from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
 from moe_onnx.runtime.interrupts import interrupts_deferred
+from moe_onnx.runtime.loss_scale import LossScale, Scaler
 from moe_onnx.runtime.register import choose
 from moe_onnx.runtime.session import InferenceSession
 from moe_onnx.runtime.training_state import (
@@ -63,7 +66,8 @@ class TrainingSession:
             are taken over one at a time; None: the weights that came with the graph, where there are any
             (``graph.weights``), else drawn by ``graph.init_parameters(seed)``.
         seed: Of the initial values.
-        lr: Learning rate, or a function of the number of the update (1 for the first).
+        lr: Learning rate, or a function of the number of the update (1 for the first), such as a
+            :class:`LearningRate`.
         kernels: As in :class:`InferenceSession`, but ``"auto"`` never is ``"python"``: bodies are faster,
             and the indices that the Python ops would check are made by the graph itself.
         sess_options: onnxruntime's options, for all graphs; None: :func:`default_options`.
@@ -71,6 +75,9 @@ class TrainingSession:
             session that only evaluates.
         non_finite: What a NaN or infinite loss or gradient norm leads to: ``"raise"`` an error, or
             ``"skip"`` the update, with ``metrics["skipped"]`` True. The state stays as it was.
+        loss_scale: Options of the loss scale of a float16 graph; None: the default ones. There a
+            gradient norm that is not finite beside a loss that is skips the update in any case, with
+            ``metrics["overflow"]`` True too, and lowers the scale.
 
     Raises:
         OptionError: If an option is none of these.
@@ -89,6 +96,7 @@ class TrainingSession:
         sess_options: onnxruntime.SessionOptions | None = None,
         assembly: str | None = None,
         non_finite: str = "raise",
+        loss_scale: LossScale | None = None,
     ) -> None:
         if isinstance(graph, (str, os.PathLike)):
             graph = TrainingGraph.load(graph)
@@ -104,6 +112,8 @@ class TrainingSession:
         self._sessions: dict[str, InferenceSession] = {}
         self._bound: dict[tuple[str, int], BoundGraph] = {}
         self._state = TrainingState(self._manifest, sides=2 if self._assembly == "step" else 1)
+        self._accumulator: Accumulator | None = None
+        self._scaler = _scaler(loss_scale, self._manifest)
         self._global_step = 0
         self._broken = False
         if parameters is None:
@@ -136,35 +146,53 @@ class TrainingSession:
         """The graphs a step runs; empty where the graph can only evaluate."""
         return self._assembly
 
-    def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def step(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """One update.
 
         Args:
             batch: Arrays by name; ``labels`` (the ids themselves) and ``attention_mask`` (all ones)
-                may be left out.
+                may be left out. Several of them: the micro-batches of one batch, run one after the
+                other, whose gradients are put together as :class:`Accumulator` says, each token weighing
+                the same (``grad`` and ``apply`` only; costs the memory of the gradients once more).
 
         Returns:
             The graph's metrics (``loss``, ``grad_norm``, ... as numbers, ``expert_load`` as array),
-            ``step`` (the updates so far, this one included), ``lr`` and ``skipped``.
+            ``step`` (the updates so far, this one included), ``lr`` and ``skipped``; in float16 also
+            ``loss_scale`` (of this update), ``overflow`` and ``overflows`` (how many there were so far).
 
         Raises:
-            BatchError: If the batch does not fit the graph; nothing has run.
-            NonFiniteError: If loss or gradient norm are not finite; the state is as before.
-            ModelError: If the graph has no assembly that updates.
+            BatchError: If the batch does not fit the graph; nothing was updated.
+            NonFiniteError: If loss or gradient norm are not finite, of any micro-batch; the state is as
+                before. Where such updates are skipped, the metrics are of the micro-batches so far.
+            ModelError: If the graph has no assembly that updates, or by parts of a batch.
         """
         if not self._assembly:
             raise ModelError(
                 f"The training graph cannot step: it has {', '.join(self._manifest.graphs)}, and a step "
                 "needs 'grad' and 'apply', or 'step'."
             )
+        several = isinstance(batch, Sequence) and all(isinstance(part, Mapping) for part in batch)
+        parts: list[Any] = list(batch) if several else [batch]
+        if not parts:
+            raise BatchError("A step needs at least one micro-batch, got an empty sequence.")
+        if len(parts) > 1 and self._assembly == "step":
+            raise ModelError(
+                f"A step of {len(parts)} micro-batches needs the graphs 'grad' and 'apply': the graph 'step' "
+                "makes an update of each. Build the training graph with 'grad+apply'."
+            )
         with interrupts_deferred():
-            return self._step(batch, self._global_step + 1)
+            return self._step(parts, self._global_step + 1)
 
-    def _step(self, batch: Mapping[str, Any], number: int) -> dict[str, Any]:
-        lr = self._set_hyperparameters(number)
-        metrics = self._run("step" if self._assembly == "step" else "grad", batch).read_metrics()
-        metrics |= {"lr": lr, "step": number, "skipped": False}
-        if not self._is_finite(metrics, number):
+    def _step(self, parts: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
+        more = {"lr": self._set_hyperparameters(number), "step": number, "skipped": False}
+        scaler = self._scaler
+        before = (0.0, 0) if scaler is None else (scaler.scale, scaler.overflows)
+        metrics, finite = self._gradients(parts, number)
+        metrics |= more
+        if scaler is not None:
+            overflow = scaler.overflows > before[1]
+            metrics |= {LOSS_SCALE: before[0], "overflow": overflow, "overflows": scaler.overflows}
+        if not finite:
             return metrics | {"step": self._global_step, "skipped": True}
         if self._assembly == "step":
             self._state.side = 1 - self._state.side
@@ -172,8 +200,35 @@ class TrainingSession:
             self._broken = True  # should the run fail half way
             self._bind("apply").run({})
             self._broken = False
+        if scaler is not None:
+            scaler.grow()
         self._global_step = number
         return metrics
+
+    def _gradients(self, parts: Sequence[Mapping[str, Any]], number: int) -> tuple[dict[str, Any], bool]:
+        """Run all but the update; the metrics, and whether they are finite."""
+        if len(parts) == 1:
+            metrics = self._run("step" if self._assembly == "step" else "grad", parts[0]).read_metrics()
+            return metrics, self._is_finite(metrics, number)
+        if self._accumulator is None:
+            self._accumulator = Accumulator(self._manifest, self._state)
+        total = self._accumulator
+        total.start()
+        names = {info.name for info in self._bind("grad").batch_inputs}
+        for i, part in enumerate(parts):
+            where = f"micro-batch {i + 1} of {len(parts)}: "
+            if LOAD_BEFORE in names and total.load is not None:
+                part = {LOAD_BEFORE: total.load, **part}
+            try:
+                bound = self._run("grad", part, part=i)
+            except BatchError as error:
+                raise BatchError(f"{where}{error}") from error
+            metrics = bound.read_metrics()
+            total.add(metrics, metrics.get("num_tokens", bound.tokens))
+            if not self._is_finite(metrics, number, where):
+                return total.finish() | {"grad_norm": metrics["grad_norm"]}, False
+        metrics = total.finish()
+        return metrics, self._is_finite(metrics, number)
 
     def eval(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The metrics of a batch, without an update; the batch as in :meth:`step`."""
@@ -189,8 +244,13 @@ class TrainingSession:
         return {name: current[name].array.copy() for name in self._manifest.parameter_names}
 
     def state_dict(self) -> dict[str, Array]:
-        """Copies of parameters, optimizer state and the step counter (``"step"``), by name."""
+        """Copies of parameters, optimizer state and the step counter (``"step"``), by name.
+
+        In float16 also ``"loss_scale"``, float64 ``[3]``; a state without it leaves the scale as it is.
+        """
         tensors = {name: cell.array.copy() for name, cell in self._usable().current.items()}
+        if self._scaler is not None:
+            tensors[LOSS_SCALE] = self._scaler.state()
         return tensors | {STEP: np.array(self._global_step, np.int64)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -205,8 +265,11 @@ class TrainingSession:
             raise CheckpointError(
                 f"state dict: '{STEP}' must be an integer >= 0, found {state.get(STEP)!r:.60}."
             )
+        scale = tensors.pop(LOSS_SCALE, None)
         tensors = checked_tensors(tensors, self._state.layout, "state dict")
         with interrupts_deferred():
+            if scale is not None and self._scaler is not None:
+                self._scaler.load(scale)
             self._state.fill(tensors)
             self._global_step = int(step)
             self._broken = False
@@ -236,12 +299,12 @@ class TrainingSession:
             raise ModelError("An update failed half way; the state is undefined. Load a checkpoint to go on.")
         return self._state
 
-    def _run(self, assembly: str, batch: Mapping[str, Any]) -> BoundGraph:
+    def _run(self, assembly: str, batch: Mapping[str, Any], part: int = 0) -> BoundGraph:
         self._usable()
         bound = self._bind(assembly)
         capacity = self._manifest.dispatch.get("expert_capacity", 0)
-        config, number = self._manifest.config, self._global_step + 1
-        bound.run(checked_batch(batch, bound.batch_inputs, config, capacity=capacity, number=number))
+        config, draw = self._manifest.config, (self._global_step + 1, *([part] if part else []))
+        bound.run(checked_batch(batch, bound.batch_inputs, config, capacity=capacity, draw=draw))
         return bound
 
     def _bind(self, assembly: str) -> BoundGraph:
@@ -261,25 +324,39 @@ class TrainingSession:
         lr = float(self.lr(number) if callable(self.lr) else self.lr)
         if not math.isfinite(lr) or lr < 0:
             raise OptionError(f"lr must be a finite number >= 0, got {lr} for update {number}.")
-        for name, value in (("lr", lr), ("step", number)):
+        scale = 0.0 if self._scaler is None else self._scaler.scale
+        for name, value in (("lr", lr), ("step", number), (LOSS_SCALE, scale)):
             if name in self._state.shared:
                 self._state.shared[name].array[...] = value
         return lr
 
-    def _is_finite(self, metrics: dict[str, Any], number: int) -> bool:
+    def _is_finite(self, metrics: dict[str, Any], number: int, where: str = "") -> bool:
         faults = []
         if count := metrics.get("nan_router_logits", 0):
             faults.append(f"{count} router logits are NaN")
         for name, said in (("loss", "loss"), ("grad_norm", "gradient norm")):
             if name in metrics and not math.isfinite(metrics[name]):
                 faults.append(f"the {said} is {metrics[name]}")
-        if faults and self.non_finite == "raise":
+        is_overflow = len(faults) == 1 and not math.isfinite(metrics.get("grad_norm", 0.0))
+        if self._scaler is not None and is_overflow:
+            self._scaler.back_off(number, metrics)
+        elif faults and self.non_finite == "raise":
             raise NonFiniteError(
-                f"Update {number}: {faults[0]}. Nothing was updated. Lower the learning rate, or pass "
+                f"Update {number}: {where}{faults[0]}. Nothing was updated. Lower the learning rate, or pass "
                 "non_finite='skip' to leave such batches out.",
                 metrics=metrics,
             )
         return not faults
+
+
+def _scaler(options: LossScale | None, manifest: Manifest) -> Scaler | None:
+    wanted = any(info.name == LOSS_SCALE for graph in manifest.graphs.values() for info in graph.inputs)
+    if options is not None and not wanted:
+        raise OptionError(
+            "loss_scale is for graphs that compute in float16; this one computes in "
+            f"{manifest.config.get('dtype', 'float32')}. Leave it out."
+        )
+    return Scaler(options or LossScale()) if wanted else None
 
 
 def _chosen(assembly: str | None, manifest: Manifest) -> str:

@@ -110,6 +110,11 @@ class BoundGraph:
             if info.role == "metric":
                 self.metrics[info.name] = cell
 
+    @property
+    def tokens(self) -> int:
+        """Rows of the last batch's first input."""
+        return len(self._batch[0])
+
     def run(self, batch: Mapping[str, Array]) -> None:
         """Run on a batch; results are in the cells."""
         for name, array in batch.items():

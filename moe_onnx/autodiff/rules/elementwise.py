@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from moe_onnx.autodiff.gradients import Gradients
+from moe_onnx.autodiff.gradients import HALVES, Gradients
 from moe_onnx.autodiff.registry import register_gradient
 
 Grads = list[ir.Value | None]
@@ -18,10 +18,19 @@ def identity(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
 
 @register_gradient("Cast", since=9)
 def cast(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
-    """``y = x`` in another float type: the gradient goes back to the type of x."""
-    (x,) = node.inputs
+    """``y = x`` in another float type: the gradient goes back to the type of x.
+
+    Where x is 16-bit, its rounding is left to the sum of all gradients of x. Where y is, d may be such a
+    sum and is rounded here; but not for an input of the graph: the gradient of a float32 master weight
+    is not to be known less well than that of a copy of it.
+    """
+    (x,), y = node.inputs, node.outputs[0]
     assert x is not None
-    return [g.op("Cast", d, to=x.dtype)]
+    if x.dtype in HALVES and y.dtype not in HALVES:
+        return [d]
+    if y.dtype in HALVES and not (x.is_graph_input() or x.is_initializer()):
+        d = g.cast(d, y)
+    return [g.cast(d, x)]
 
 
 @register_gradient("CastLike", since=15)

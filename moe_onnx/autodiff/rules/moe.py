@@ -174,6 +174,7 @@ def _bias_grad(
 def grouped_matmul(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     """The product with the other orientation of the weights, and MoeGroupedMatmulWeightGrad."""
     x, weight, group_sizes = node.inputs
+    assert x is not None
     transpose = attribute(node, "transpose_weight", 0)
     dx = dw = None
     if g.needs(x):
@@ -181,5 +182,6 @@ def grouped_matmul(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
         dx = g.op("MoeGroupedMatmul", d, weight, group_sizes, domain=DOMAIN, transpose_weight=other)
     if g.needs(weight):
         name = "MoeGroupedMatmulWeightGrad"
-        dw = g.op(name, x, d, group_sizes, domain=DOMAIN, transpose_weight=transpose)
+        # Of 16-bit factors in float32: this may be the gradient of a float32 parameter.
+        dw = g.op(name, g.wide(x), g.wide(d), group_sizes, domain=DOMAIN, transpose_weight=transpose)
     return [dx, dw, None]

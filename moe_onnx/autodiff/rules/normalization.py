@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from moe_onnx.autodiff.gradients import Gradients, attribute
+from moe_onnx.autodiff.gradients import HALVES, Gradients, attribute
 from moe_onnx.autodiff.registry import register_gradient
 from moe_onnx.errors import GradientError
 
 Grads = list[ir.Value | None]
-_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 @register_gradient("LayerNormalization", since=17)
@@ -80,7 +79,7 @@ def _positions(g: Gradients, node: ir.Node, d: ir.Value, labels: ir.Value) -> tu
 
 def _wide(g: Gradients, value: ir.Value) -> ir.Value:
     """Statistics of 16-bit numbers are taken in float32 (stash_type)."""
-    return g.op("Cast", value, to=ir.DataType.FLOAT) if value.dtype in _HALVES else value
+    return g.op("Cast", value, to=ir.DataType.FLOAT) if value.dtype in HALVES else value
 
 
 def _mean(g: Gradients, value: ir.Value, axes: list[int]) -> ir.Value:

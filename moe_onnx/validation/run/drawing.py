@@ -12,6 +12,7 @@ from onnx import TypeProto, ValueInfoProto, helper
 from moe_onnx.build.forward import LOAD_BEFORE
 from moe_onnx.build.manifest import Manifest, TensorInfo
 from moe_onnx.build.parameters import Parameter
+from moe_onnx.build.training_graph import LOSS_SCALE
 from moe_onnx.operators import BY_NAME
 from moe_onnx.spec import DOMAIN
 from moe_onnx.validation.file.tensor_data import bytes_of
@@ -126,6 +127,8 @@ class Drawing:
             return np.full(shape, 1e-3), "0.001"
         if name == "step":
             return np.full(shape, 3), "3"
+        if name == LOSS_SCALE:
+            return np.full(shape, 1024), "1024"
         vocab = config.get("vocab_size", 2)
         if name in ("input_ids", "labels") and isinstance(vocab, int) and 0 < vocab < 2**31:
             return self.rng.integers(0, vocab, shape), f"ids in [0, {vocab})"

@@ -1,0 +1,146 @@
+"""16-bit training graphs against PyTorch: a reference cast by hand from the policy, and autocast itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from golden_cases import Case, is_trained, tiny_lm
+from moe_cases import MODES, layer, model
+from routes import one_thread
+
+import moe_onnx
+from moe_onnx.runtime.loss_scale import LossScale
+
+pytestmark = pytest.mark.parity
+
+SCALE = 2.0**10
+STEPS = 3
+# Of the epsilon of a dtype (bfloat16 2^-7, float16 2^-10). Differences are norms over a tensor, of its own.
+#
+#   cast by hand: what sums in another order make of roundings, which now and then fall the other way;
+#   autocast: it also rounds activations, and gradients of weights;
+#   float32: what the rounding itself makes, which must be there, and no more than a few epsilons.
+TOLERANCES = {
+    "by_hand": {"loss": 0.1, "gradient": 0.5, "parameter": 0.1},
+    "autocast": {"loss": 1.0, "gradient": 3.0, "parameter": 1.0},
+    "float32": {"loss": 1.0, "gradient": 6.0, "parameter": 1.0},
+}
+LEAST_OF_FLOAT32 = 0.05  # of the median gradient
+ADAMW = moe_onnx.AdamW(eps=1e-2)  # so large that steps follow gradients, not their signs
+CONFIGS: dict[str, Any] = {
+    "mixtral": tiny_lm(num_key_value_heads=2),
+    "tied_dense_norms": tiny_lm(
+        qk_norm="head", mlp_only_layers=(0,), tie_word_embeddings=True, attention_bias=True, clip_qkv=2.0
+    ),
+    "grouped": tiny_lm(unroll_experts=0, expert_bias=True, qk_norm="full"),
+    "shared_gate": model(shared_expert_intermediate_size=10, shared_expert_gate=True, dispatch="routing_map"),
+    "sigmoid": model(router_scores="sigmoid", router_selection_bias=True, shared_expert_intermediate_size=6),
+    "clamped": layer(expert_activation="clamped_swiglu", expert_bias=True, swiglu_limit=0.5),
+    "gelu": layer(expert_activation="gelu", expert_bias=True, router_weights_on="experts", unroll_experts=0),
+    **{f"layer-{mode}": layer(**MODES[mode]) for mode in MODES},
+    **{f"experts-{mode}": layer(**MODES[mode], router_weights_on="experts") for mode in MODES},
+}
+
+
+def found_by(config: Any, dtype: str, case: Case) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+    """Losses, first gradients and last parameters of the graphs."""
+    config = type(config)(**{**config.__dict__, "dtype": dtype})
+    graph = moe_onnx.build_training_graph(config, assembly="grad+apply", optimizer=case.optimizer)
+    options = LossScale(init_scale=SCALE) if dtype == "float16" else None
+    train = moe_onnx.TrainingSession(
+        graph, parameters=case.parameters(), lr=case.lr, sess_options=one_thread(), loss_scale=options
+    )
+    losses, gradients = [], {}
+    for batch in case.batches()[:STEPS]:
+        inputs = {info.name for info in graph.manifest.graphs["grad"].inputs}
+        metrics = train.step({name: value for name, value in batch.items() if name in inputs})
+        assert not metrics["skipped"]
+        losses.append(metrics["loss"])
+        if not gradients:
+            shared = train._state.shared
+            gradients = {n: shared[f"{n}.grad"].array.copy() for n in train.parameters() if is_trained(n)}
+    return losses, gradients, train.parameters()
+
+
+def wanted_by(
+    config: Any, dtype: str, case: Case, way: str
+) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+    """The same of PyTorch."""
+    import torch_models
+    import torch_moe
+    import torch_precision
+
+    torch = torch_models.torch
+    half = {"bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+    values = torch_models.tensors(case.parameters(), torch.float32)
+    biases = {n: v for n, v in values.items() if not is_trained(n)}
+    leaves = {n: torch.nn.Parameter(v) for n, v in values.items() if is_trained(n)}
+    stepper = torch_models.torch_optimizer(case.optimizer, leaves, case.lr)
+    scale = SCALE if dtype == "float16" else 1.0
+    router = torch_moe.router_logits
+
+    def plain_router(parameters: Any, prefix: str, x: Any, noise: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):  # as for every other user of it
+            return router(parameters, prefix, x.float(), noise)
+
+    losses, gradients = [], {}
+    for arrays in case.batches()[:STEPS]:
+        batch = torch_models.tensors(arrays, torch.float32)
+        if way == "by_hand":
+            out = torch_precision.forward(torch_precision.Policy(half), config, {**leaves, **biases}, batch)
+        else:
+            with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", dtype=half):
+                patch.setattr(torch_moe, "router_logits", plain_router)
+                patch.setattr(torch.Tensor, "index_add", index_add_wide)
+                out = torch_models.forward(config, {**leaves, **biases}, batch)
+        stepper.zero_grad()
+        (out["loss"] * scale).backward()
+        for leaf in leaves.values():
+            leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad / scale
+        losses.append(out["loss"].item())
+        gradients = gradients or {n: leaf.grad.numpy().copy() for n, leaf in leaves.items()}
+        torch.nn.utils.clip_grad_norm_(leaves.values(), case.optimizer.max_grad_norm or torch.inf)
+        stepper.step()
+    return losses, gradients, {n: leaf.detach().numpy() for n, leaf in leaves.items()}
+
+
+def index_add_wide(self: Any, dim: int, index: Any, source: Any) -> Any:
+    """autocast leaves sums of 16-bit rows into float32 tokens to its user."""
+    import torch
+
+    return torch.index_add(self, dim, index, source.to(self.dtype))
+
+
+def gaps(got: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
+    """Of each tensor the norm of the difference, relative to its own (to the mean one's, where that is 0)."""
+    norms = {name: float(np.linalg.norm(value)) for name, value in want.items()}
+    least = 1e-3 * max(norms.values())
+    return {n: float(np.linalg.norm(got[n] - v)) / max(norms[n], least) for n, v in want.items()}
+
+
+def compare(config: Any, dtype: str, way: str, seed: int = 11) -> None:
+    torch = pytest.importorskip("torch")
+    eps = float(torch.finfo(getattr(torch, dtype)).eps)
+    case = Case("precision", config, ADAMW, 1e-2, seed=seed)
+    losses, gradients, parameters = found_by(config, dtype, case)
+    wanted = found_by(config, "float32", case) if way == "float32" else wanted_by(config, dtype, case, way)
+    limits = TOLERANCES[way]
+    np.testing.assert_allclose(losses, wanted[0], rtol=limits["loss"] * eps)
+    off = gaps(gradients, wanted[1])
+    worst = max(off, key=lambda name: off[name])
+    assert off[worst] <= limits["gradient"] * eps, f"gradient of {worst} is off by {off[worst] / eps:.2f} eps"
+    moved = gaps({n: parameters[n] for n in wanted[1]}, {n: wanted[2][n] for n in wanted[1]})
+    worst = max(moved, key=lambda name: moved[name])
+    assert moved[worst] <= limits["parameter"] * eps, f"{worst} is off by {moved[worst] / eps:.2f} eps"
+    if way == "float32":
+        assert np.median(list(off.values())) >= LEAST_OF_FLOAT32 * eps
+        assert losses != wanted[0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("way", TOLERANCES)
+def test_against(way: str, name: str, dtype: str) -> None:
+    compare(CONFIGS[name], dtype, way)
