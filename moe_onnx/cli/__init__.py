@@ -186,8 +186,8 @@ def train(
         raise OptionError(
             "moe-onnx train trains language models; train a layer with moe_onnx.TrainingSession."
         )
-    huggingface.carry_origin(built, output)
-    source = tokens if text is None else huggingface.tokens_of(text, tokenizer, built, output)
+    reader = huggingface.reader_of(text, tokenizer, built)
+    source = (text or tokens) if reader is None else huggingface.tokens_of(reader, text, built)  # type: ignore[arg-type]
     data = TokenDataset(
         source,  # type: ignore[arg-type]  # one of them is given
         batch_size=how.batch_size,
@@ -207,6 +207,7 @@ def train(
     run = training.Run(output, session, data)
     if resume:
         run.resume()
+    huggingface.carry_origin(built, reader, output, resume=resume)
     code = run.train(how.steps, eval_every, save_every, how.gradient_accumulation_steps)
     if code == INTERRUPTED:
         CONSOLE.print(

@@ -48,32 +48,36 @@ def origin_folder(graph: TrainingGraph) -> Path | None:
     return find_origin(graph.weights.folder) if isinstance(graph.weights, StoredWeights) else None
 
 
-def carry_origin(graph: TrainingGraph, run: Path) -> None:
-    """Take ``huggingface/`` along into the folder of a run, for ``to-hf``."""
+def reader_of(text: Path | None, tokenizer: Path | None, graph: TrainingGraph) -> Tokenizer | None:
+    """What reads a text: the tokenizer that is given, or the model's own; None: its bytes are the tokens."""
     origin = origin_folder(graph)
-    if origin is not None and not (run / ORIGIN).exists():
-        run.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(origin, run / ORIGIN)
-
-
-def tokens_of(
-    text: Path, tokenizer: Path | None, graph: TrainingGraph, run: Path
-) -> Path | np.ndarray[Any, Any]:
-    """The text, for its bytes to be the tokens; or its token ids, by the model's tokenizer or another one."""
-    origin = origin_folder(graph)
-    if tokenizer is None and origin is None:
-        return text
-    if tokenizer is None and not (origin / FILE).exists():  # type: ignore[operator]  # it is a folder here
+    if text is None or (tokenizer is None and origin is None):
+        return None
+    if tokenizer is None and origin is not None and not (origin / FILE).exists():
         raise OptionError(
             f"The model comes from a checkpoint without '{FILE}', and its tokens are no bytes. Give its "
             "--tokenizer, or token ids (--tokens)."
         )
-    reader = Tokenizer(tokenizer or origin)  # type: ignore[arg-type]  # one of them is given
+    return Tokenizer(tokenizer or origin)  # type: ignore[arg-type]  # one of them is given
+
+
+def tokens_of(reader: Tokenizer, text: Path, graph: TrainingGraph) -> np.ndarray[Any, Any]:
+    """The token ids of a text."""
     with CONSOLE.status(f"tokenising {text} ..."):
         tokens = reader.encode_file(text, graph.manifest.config["vocab_size"])
     CONSOLE.print(f"{text}: {len(tokens):,} tokens by {reader.path}", markup=False, soft_wrap=True)
-    carry_tokenizer(reader, run / ORIGIN)
     return tokens
+
+
+def carry_origin(graph: TrainingGraph, reader: Tokenizer | None, run: Path, *, resume: bool) -> None:
+    """Take ``huggingface/`` along into a run's folder, for ``to-hf``, with the tokenizer that is used."""
+    origin = origin_folder(graph)
+    if not resume:
+        shutil.rmtree(run / ORIGIN, ignore_errors=True)  # of a run that did not start
+        if origin is not None:
+            shutil.copytree(origin, run / ORIGIN)
+    if reader is not None:
+        carry_tokenizer(reader, run / ORIGIN)
 
 
 @click.command(name="to-hf")

@@ -149,9 +149,8 @@ class Fields:
             if name not in self._used and not harmless:
                 raise ConfigError(
                     f"{self.path}: '{name}' is not known, got {json.dumps(value):.80}; it may change what "
-                    "the "
-                    f"model computes. Known: {', '.join(sorted(self._used))}. Take it out of the file if "
-                    "it is without meaning for the numbers."
+                    "the model computes. Take it out of the file if it is without meaning for the numbers. "
+                    f"Known: {', '.join(sorted(self._used))}."
                 )
         legal = [name for name in CHANGEABLE if name in MoeLMConfig.__dataclass_fields__]
         for name in changes:
