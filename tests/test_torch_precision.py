@@ -23,11 +23,11 @@ STEPS = 3
 #   autocast: it also rounds activations, and gradients of weights;
 #   float32: what the rounding itself makes, which must be there, and no more than a few epsilons.
 TOLERANCES = {
-    "by_hand": {"loss": 0.5, "gradient": 0.05, "parameter": 0.05},
-    "autocast": {"loss": 1.0, "gradient": 8.0, "parameter": 0.5},
-    "float32": {"loss": 1.0, "gradient": 8.0, "parameter": 0.5},
+    "by_hand": {"loss": 0.5, "gradient": 0.5, "parameter": 0.1},
+    "autocast": {"loss": 1.0, "gradient": 10.0, "parameter": 0.5},
+    "float32": {"loss": 1.0, "gradient": 10.0, "parameter": 0.5},
 }
-LEAST_OF_FLOAT32 = 0.2  # the median gradient
+MOST_BY_HAND, LEAST_OF_FLOAT32 = 0.05, 0.2  # the median gradient
 SEEDS = {"tied_dense_norms": 15}  # where the common one chooses an expert by a hair
 ADAMW = moe_onnx.AdamW(eps=1e-2)  # so large that steps follow gradients, not their signs
 CONFIGS: dict[str, Any] = {
@@ -145,7 +145,9 @@ def test_against_pytorch_and_float32(name: str, dtype: str) -> None:
     eps = float(torch.finfo(getattr(torch, dtype)).eps)
     case = Case("precision", CONFIGS[name], ADAMW, 1e-2, seed=SEEDS.get(name, 11))
     got, plain = found_by(case.config, dtype, case), found_by(case.config, "float32", case)
-    check("by_hand", got, wanted_by(case.config, dtype, case, "by_hand"), eps)
+    by_hand = wanted_by(case.config, dtype, case, "by_hand")
+    check("by_hand", got, by_hand, eps)
+    assert np.median(list(gaps(got[1], by_hand[1]).values())) <= MOST_BY_HAND * eps
     check("autocast", got, wanted_by(case.config, dtype, case, "autocast"), eps)
     check("float32", got, plain, eps)
     assert got[0] != plain[0]
