@@ -54,6 +54,7 @@ def test_against_float64_by_hand() -> None:
 
 
 LM = {
+    "num_hidden_layers": 1,
     "vocab_size": 11,
     "hidden_size": 8,
     "num_attention_heads": 2,
@@ -137,8 +138,10 @@ def test_no_labels_at_all() -> None:
 def test_noise_is_another_in_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     from moe_onnx.runtime import training_session
 
-    config = moe_onnx.MoeLMConfig(**LM, noisy_top_k=True, router_noise_seed=5)
-    (train, _), seen = sessions_of(config), []
+    config = moe_onnx.MoeLayerConfig(
+        hidden_size=4, num_experts=4, moe_intermediate_size=4, noisy_top_k=True, router_noise_seed=5
+    )
+    train, seen = sessions_of(config)[0], []
     run = training_session.BoundGraph.run
 
     def watched(self: Any, feed: Arrays) -> None:
@@ -146,7 +149,7 @@ def test_noise_is_another_in_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -
         run(self, feed)
 
     monkeypatch.setattr(training_session.BoundGraph, "run", watched)
-    part = {"input_ids": np.ones((1, 4), np.int64)}
+    part = {name: np.ones((3, 4), np.float32) for name in ("hidden_states", "target")}
     train.step([part, part])
     train.step(part)
     first, second, third = (noise.tobytes() for noise in seen)

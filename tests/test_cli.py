@@ -76,6 +76,18 @@ def test_train_by_schedule_and_micro_batches(tiny: Path, tokens: Path, tmp_path:
     assert "'min_lr' must be 0 with lr_scheduler_type 'constant'" in wrong.output.replace("\n", " ")
 
 
+def test_compute_dtypes(tokens: Path, tmp_path: Path) -> None:
+    run("export", *SMALL, "--vocab-size", V, "--dtype", "float16", "-o", tmp_path / "model")
+    manifest = json.loads((tmp_path / "model" / "manifest.json").read_text())
+    assert manifest["config"]["dtype"] == "float16"
+    how = ["--steps", 2, "--init-scale", 1024, "--growth-interval", 1, "--threads", 1]
+    train(tmp_path / "model", tokens, tmp_path / "run", *how)
+    assert [row["loss_scale"] for row in rows(tmp_path / "run")] == [1024, 2048]
+    about = json.loads(next((tmp_path / "run" / "checkpoint").glob("step-*/trainer.json")).read_text())
+    assert about["loss_scale"] == {"scale": 4096.0, "growth_tracker": 0, "overflows": 0}
+    assert "'float64' is not one of" in run("export", "--dtype", "float64", "-o", tmp_path, code=2).output
+
+
 def test_train_writes_a_run(tiny: Path, tokens: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     output = train(tiny, tokens, out, "--steps", 20, "--eval-every", 10, "--threads", 1).output

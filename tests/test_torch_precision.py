@@ -23,11 +23,12 @@ STEPS = 3
 #   autocast: it also rounds activations, and gradients of weights;
 #   float32: what the rounding itself makes, which must be there, and no more than a few epsilons.
 TOLERANCES = {
-    "by_hand": {"loss": 0.1, "gradient": 0.5, "parameter": 0.1},
-    "autocast": {"loss": 1.0, "gradient": 3.0, "parameter": 1.0},
-    "float32": {"loss": 1.0, "gradient": 6.0, "parameter": 1.0},
+    "by_hand": {"loss": 0.5, "gradient": 0.5, "parameter": 0.1},
+    "autocast": {"loss": 1.0, "gradient": 10.0, "parameter": 0.5},
+    "float32": {"loss": 1.0, "gradient": 10.0, "parameter": 0.5},
 }
-LEAST_OF_FLOAT32 = 0.05  # of the median gradient
+MOST_BY_HAND, LEAST_OF_FLOAT32 = 0.05, 0.2  # the median gradient
+SEEDS = {"tied_dense_norms": 15}  # where the common one chooses an expert by a hair
 ADAMW = moe_onnx.AdamW(eps=1e-2)  # so large that steps follow gradients, not their signs
 CONFIGS: dict[str, Any] = {
     "mixtral": tiny_lm(num_key_value_heads=2),
@@ -39,8 +40,11 @@ CONFIGS: dict[str, Any] = {
     "sigmoid": model(router_scores="sigmoid", router_selection_bias=True, shared_expert_intermediate_size=6),
     "clamped": layer(expert_activation="clamped_swiglu", expert_bias=True, swiglu_limit=0.5),
     "gelu": layer(expert_activation="gelu", expert_bias=True, router_weights_on="experts", unroll_experts=0),
-    **{f"layer-{mode}": layer(**MODES[mode]) for mode in MODES},
-    **{f"experts-{mode}": layer(**MODES[mode], router_weights_on="experts") for mode in MODES},
+    **{
+        f"{mode}-{place}": layer(**MODES[mode], router_weights_on=place)
+        for mode in MODES
+        for place in ("combine", "experts")
+    },
 }
 
 
@@ -114,33 +118,37 @@ def index_add_wide(self: Any, dim: int, index: Any, source: Any) -> Any:
 
 
 def gaps(got: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
-    """Of each tensor the norm of the difference, relative to its own (to the mean one's, where that is 0)."""
+    """Of each tensor the norm of the difference, relative to its own.
+
+    What a key's bias has for a gradient is rounding: softmax does not see it. Relative to the largest.
+    """
     norms = {name: float(np.linalg.norm(value)) for name, value in want.items()}
-    least = 1e-3 * max(norms.values())
-    return {n: float(np.linalg.norm(got[n] - v)) / max(norms[n], least) for n, v in want.items()}
+    largest = max(norms.values())
+    norms |= {name: largest for name in norms if name.endswith("k_proj.bias")}
+    return {n: float(np.linalg.norm(got[n] - v)) / max(norms[n], 1e-3 * largest) for n, v in want.items()}
 
 
-def compare(config: Any, dtype: str, way: str, seed: int = 11) -> None:
-    torch = pytest.importorskip("torch")
-    eps = float(torch.finfo(getattr(torch, dtype)).eps)
-    case = Case("precision", config, ADAMW, 1e-2, seed=seed)
-    losses, gradients, parameters = found_by(config, dtype, case)
-    wanted = found_by(config, "float32", case) if way == "float32" else wanted_by(config, dtype, case, way)
+def check(way: str, got: tuple[Any, ...], want: tuple[Any, ...], eps: float) -> None:
     limits = TOLERANCES[way]
-    np.testing.assert_allclose(losses, wanted[0], rtol=limits["loss"] * eps)
-    off = gaps(gradients, wanted[1])
-    worst = max(off, key=lambda name: off[name])
-    assert off[worst] <= limits["gradient"] * eps, f"gradient of {worst} is off by {off[worst] / eps:.2f} eps"
-    moved = gaps({n: parameters[n] for n in wanted[1]}, {n: wanted[2][n] for n in wanted[1]})
-    worst = max(moved, key=lambda name: moved[name])
-    assert moved[worst] <= limits["parameter"] * eps, f"{worst} is off by {moved[worst] / eps:.2f} eps"
-    if way == "float32":
-        assert np.median(list(off.values())) >= LEAST_OF_FLOAT32 * eps
-        assert losses != wanted[0]
+    np.testing.assert_allclose(got[0], want[0], rtol=limits["loss"] * eps)
+    for what, index in (("gradient", 1), ("parameter", 2)):
+        off = gaps({n: got[index][n] for n in want[1]}, {n: want[index][n] for n in want[1]})
+        worst = max(off, key=lambda name: off[name])
+        said = f"{way}: {what} of {worst} is off by {off[worst] / eps:.3f} epsilons"
+        assert off[worst] <= limits[what] * eps, said
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("way", TOLERANCES)
-def test_against(way: str, name: str, dtype: str) -> None:
-    compare(CONFIGS[name], dtype, way)
+def test_against_pytorch_and_float32(name: str, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    eps = float(torch.finfo(getattr(torch, dtype)).eps)
+    case = Case("precision", CONFIGS[name], ADAMW, 1e-2, seed=SEEDS.get(name, 11))
+    got, plain = found_by(case.config, dtype, case), found_by(case.config, "float32", case)
+    by_hand = wanted_by(case.config, dtype, case, "by_hand")
+    check("by_hand", got, by_hand, eps)
+    assert np.median(list(gaps(got[1], by_hand[1]).values())) <= MOST_BY_HAND * eps
+    check("autocast", got, wanted_by(case.config, dtype, case, "autocast"), eps)
+    check("float32", got, plain, eps)
+    assert got[0] != plain[0]
+    assert np.median(list(gaps(got[1], plain[1]).values())) >= LEAST_OF_FLOAT32 * eps

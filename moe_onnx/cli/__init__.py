@@ -10,14 +10,16 @@ from typing import Any
 import click
 
 import moe_onnx
+from moe_onnx.build.moe_options import DTYPES
 from moe_onnx.build.recipe import Schedule
 from moe_onnx.build.training_graph import TrainingGraph
 from moe_onnx.cli import graphs, huggingface, inspection, language, training, validation
 from moe_onnx.cli.commands import show_info, write_cards, write_pages, write_shelf
 from moe_onnx.cli.options import ASSEMBLY, CONSOLE, INTERRUPTED, Commands, build, model_options, recipe_of
-from moe_onnx.cli.schedule import schedule_options
+from moe_onnx.cli.schedule import SCALE, schedule_options
 from moe_onnx.errors import OptionError
 from moe_onnx.runtime.data import BIN_DTYPES, TokenDataset
+from moe_onnx.runtime.loss_scale import LossScale
 from moe_onnx.runtime.routes import KERNELS
 from moe_onnx.runtime.training_session import TrainingSession, default_options
 
@@ -78,6 +80,7 @@ def demo(text: Path | None, steps: int | None, output: Path) -> None:
 @click.option(
     "--assembly", default=ASSEMBLY, show_default=True, help="Some of step, grad, apply, eval, forward."
 )
+@click.option("--dtype", type=click.Choice(DTYPES), help="What to compute in; parameters are float32.")
 @click.option("-o", "--output", type=FOLDER, required=True, help="Folder for the graphs and manifest.json.")
 def export(assembly: str, output: Path, from_hf: Path | None, **model: Any) -> None:
     """Write the training graphs of a model, and say what is in them.
@@ -89,6 +92,7 @@ def export(assembly: str, output: Path, from_hf: Path | None, **model: Any) -> N
       moe-onnx export --layers 4 --hidden-size 256 --experts 8 --top-k 2 -o model
       moe-onnx export --assembly step --optimizer sgd --set qk_norm=head -o model
       moe-onnx export --dispatch routing_map --capacity-factor 1.25 --set tokens_per_batch=2048 -o model
+      moe-onnx export --config tiny_moe_lm --dtype bfloat16 -o model
       moe-onnx export --router sigmoid --set router_selection_bias=true --aux-loss sequence -o model
       moe-onnx export --from-hf mixtral --set router_aux_loss_coef=0.02 -o model
     """  # noqa: D301
@@ -161,9 +165,10 @@ def train(
 
     Writes metrics.jsonl, loss.svg, expert_load.svg and checkpoint/ (model.safetensors has the names of
     transformers).
-    Ctrl-C saves a checkpoint first.
+    Ctrl-C saves a checkpoint first. A model to build computes in 16 bit by --set dtype=bfloat16 or float16.
     """  # noqa: D301
     given = {field.name: rest.pop(field.name) for field in fields(Schedule)}
+    scale = {name: value for name in SCALE if (value := rest.pop(name)) is not None}
     if (text is None) == (tokens is None):
         raise click.UsageError("Give either --text or --tokens.")
     if tokenizer is not None and text is None:
@@ -203,6 +208,7 @@ def train(
         kernels=kernels,
         sess_options=default_options(threads),
         non_finite="skip" if skip_non_finite else "raise",
+        loss_scale=LossScale(**scale) if scale else None,
     )
     run = training.Run(output, session, data)
     if resume:

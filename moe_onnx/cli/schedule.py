@@ -1,4 +1,4 @@
-"""Options of the command line that say how the learning rate goes, and of how many batches an update is."""
+"""Options of ``moe-onnx train`` on how updates are made: rates, micro-batches, the loss scale."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import click
 from moe_onnx.build.learning_rate import LR_SCHEDULES
 
 F = TypeVar("F", bound=Callable[..., Any])
+SCALE = ("init_scale", "growth_interval")  # fields of LossScale
 
 
 def schedule_options(command: F) -> F:
-    """The options that fill the fields of a ``Schedule`` beside steps, sizes, rate and seed."""
+    """Options for fields of a ``Schedule``, and of the loss scale of float16."""
     options = [
         click.option(
             "--lr-schedule",
@@ -31,6 +32,10 @@ def schedule_options(command: F) -> F:
             "gradient_accumulation_steps",
             type=click.IntRange(min=1),
             help="Batches of an update: the result of one that is so many times as large.",
+        ),
+        click.option("--init-scale", type=float, help="First loss scale of float16; default: 65536."),
+        click.option(
+            "--growth-interval", type=click.IntRange(min=1), help="Updates until it doubles; default: 2000."
         ),
     ]
     for option in reversed(options):
