@@ -20,12 +20,14 @@ from moe_onnx.cli import main
 PARAMETERS = {
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
     "olmoe-1b-7b": 6_919_161_856,
 }
 # What transformers calls it where it has another name, and what it has beside.
 CLASSES = {
     "mixtral-8x7b": ("Mixtral", {"intermediate_size": 14336, "num_local_experts": 8}),
     "qwen3-30b-a3b": ("Qwen3Moe", {}),
+    "qwen1.5-moe-a2.7b": ("Qwen2Moe", {}),
     "olmoe-1b-7b": ("Olmoe", {"intermediate_size": 1024}),
 }
 

@@ -17,6 +17,57 @@ _SIZES: dict[str, Any] = {
 _OPTIMIZER = {"kind": "AdamW", "weight_decay": 0.01, "beta2": 0.99, "max_grad_norm": 1.0}
 _TRAINING = {"steps": 400, "batch_size": 8, "sequence_length": 128, "lr": 0.003, "seed": 0}
 
+# One of each architecture, as small as it may be and still have all that makes it one; full_size.py has the
+# sizes of its checkpoint.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "tiny_mixtral_lm": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.02,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+    },
+    "tiny_qwen2_moe_lm": {
+        "num_key_value_heads": 4,
+        "qkv_bias": True,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 48,
+        "shared_expert_gate": True,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.001,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+    },
+    "tiny_qwen3_moe_lm": {
+        "head_dim": 16,
+        "qk_norm": "head",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+    },
+    "tiny_olmoe_lm": {
+        "num_key_value_heads": 4,
+        "qk_norm": "full",
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.01,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+    },
+}
+_SMALLER = {"hidden_size": 32}
+_SHORTER = {"batch_size": 4, "sequence_length": 64}
+
 _MODELS: dict[str, dict[str, Any]] = {
     "tiny_moe_lm": {
         "num_experts": 8,
@@ -70,4 +121,13 @@ _MODELS: dict[str, dict[str, Any]] = {
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     name: {"model": {**_SIZES, **model}, "optimizer": dict(_OPTIMIZER), "training": dict(_TRAINING)}
     for name, model in _MODELS.items()
-} | FULL_SIZE
+}
+PRESETS |= {
+    name: {
+        "model": {**_SIZES, **_SMALLER, **model},
+        "optimizer": dict(_OPTIMIZER),
+        "training": {**_TRAINING, **_SHORTER},
+    }
+    for name, model in ARCHITECTURES.items()
+}
+PRESETS |= FULL_SIZE

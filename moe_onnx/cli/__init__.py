@@ -260,7 +260,9 @@ def cards(folder: Path, check: bool) -> None:
 @click.argument("folder", default="models", type=click.Path(path_type=Path, file_okay=False, exists=True))
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a file is stale.")
 def shelf(folder: Path, check: bool) -> None:
-    """Write the generated files of FOLDER (the project's models/): graph.txt and losses.json.
+    """Write the generated files of FOLDER (the project's models/): graph.txt and losses.json, or summary.txt.
+
+    Takes minutes: graphs of real sizes are among them.
 
     \b
     Examples:

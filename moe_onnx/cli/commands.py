@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def _show_routes() -> None:
 
 def write_cards(folder: Path, *, check: bool) -> list[Path]:
     """Write the stale ones of the operators' generated files, or only name them; give them."""
-    return _write(card_files(folder), _same_text, check)
+    return _write(_made(card_files(folder)), _same_text, check)
 
 
 def write_shelf(folder: Path, *, check: bool) -> list[Path]:
@@ -74,19 +75,30 @@ def write_shelf(folder: Path, *, check: bool) -> list[Path]:
 
 def write_pages(folder: Path, *, check: bool) -> list[Path]:
     """Write the stale ones of the pages of codes, or only name them; give them."""
-    return _write(page_files(folder), _same_text, check)
+    return _write(_made(page_files(folder)), _same_text, check)
+
+
+def _made(files: dict[Path, str]) -> dict[Path, Callable[[], str]]:
+    """Texts that are there already, as those that are made when they are asked for."""
+    return {path: partial(str, text) for path, text in files.items()}
 
 
 def _same_text(path: Path, text: str) -> bool:
     return path.exists() and path.read_text("utf-8") == text
 
 
-def _write(files: dict[Path, str], fresh: Callable[[Path, str], bool], check: bool) -> list[Path]:
-    stale = [path for path, text in files.items() if not fresh(path, text)]
-    for path in stale:
+def _write(
+    files: dict[Path, Callable[[], str]], fresh: Callable[[Path, str], bool], check: bool
+) -> list[Path]:
+    stale = []
+    for path, make in files.items():
+        text = make()
+        if fresh(path, text):
+            continue
+        stale.append(path)
         if not check:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_beside(path, files[path])
+            write_beside(path, text)
         _CONSOLE.print(f"{'stale' if check else 'written'}: {path}")
     if not stale:
         _CONSOLE.print("All files are fresh.")

@@ -1,8 +1,11 @@
-"""The generated files of ``models/``: each recipe's graph as text, and its first losses."""
+"""The generated files of ``models/``: each recipe's graph as text and its first losses, or a summary."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,14 @@ from onnx import numpy_helper
 
 from moe_onnx.build.recipe import Recipe, recipe_from_dict, recipe_tables
 from moe_onnx.build.training_graph import build_training_graph
+from moe_onnx.cli.options import ASSEMBLY
+from moe_onnx.inspection.inspection import inspect
+from moe_onnx.inspection.summary import summary_text
 from moe_onnx.runtime.data import TokenDataset
 from moe_onnx.runtime.training_session import TrainingSession, default_options
 
 STEPS = 10
+_MADE_OF = "Made by `moe-onnx shelf` from the recipe"
 TOLERANCE = 1e-4  # relative; of float32 sums in another order, after ten steps
 _WORDS = "a all and are as at be by can each for from gives has if in is it its of on or that the to"
 
@@ -70,17 +77,38 @@ def first_losses(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def shelf_files(folder: Path) -> dict[Path, str]:
-    """Path and text of every generated file under ``folder``, a folder of recipes."""
-    files = {}
+def summary(tables: dict[str, Any], where: str) -> str:
+    """What ``inspect`` says of a recipe of real sizes, and of which recipe that was."""
+    recipe = recipe_from_dict(tables, where)
+    graph = build_training_graph(recipe.config, assembly=ASSEMBLY, optimizer=recipe.optimizer)
+    return f"{_MADE_OF} {digest(tables)}\n\n{summary_text(inspect(graph))}"
+
+
+def digest(tables: dict[str, Any]) -> str:
+    """What tells one recipe from another: SHA-256 of its tables."""
+    return hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()
+
+
+def shelf_files(folder: Path) -> dict[Path, Callable[[], str]]:
+    """Path of every generated file under ``folder``, a folder of recipes, and what makes its text.
+
+    A recipe without a table ``training`` has the sizes of a real checkpoint: its graph as text would be tens
+    of thousands of lines, and nobody trains it here.
+    """
+    files: dict[Path, Callable[[], str]] = {}
     for path in sorted(folder.glob("*/recipe.toml")):
         tables = recipe_tables(str(path))
-        if "training" not in tables:  # the sizes of a real checkpoint
-            continue
         recipe = recipe_from_dict(tables, str(path))
-        files[path.parent / "graph.txt"] = graph_text(recipe)
-        files[path.parent / "losses.json"] = json.dumps(first_losses(recipe), indent=1) + "\n"
+        if "training" not in tables:
+            files[path.parent / "summary.txt"] = partial(summary, tables, str(path))
+            continue
+        files[path.parent / "graph.txt"] = partial(graph_text, recipe)
+        files[path.parent / "losses.json"] = partial(_losses_text, recipe)
     return files
+
+
+def _losses_text(recipe: Recipe) -> str:
+    return json.dumps(first_losses(recipe), indent=1) + "\n"
 
 
 def is_fresh(path: Path, text: str) -> bool:
