@@ -37,6 +37,7 @@ from moe_onnx.errors import (
     ValidationError,
 )
 from moe_onnx.kernels.native import native_library_path
+from moe_onnx.operators.moe_adam_w import moe_adam_w
 from moe_onnx.operators.moe_finalize_routing_v2 import moe_finalize_routing_v2
 from moe_onnx.operators.moe_finalize_routing_v2_grad import moe_finalize_routing_v2_grad
 from moe_onnx.operators.moe_grouped_matmul import moe_grouped_matmul
@@ -109,6 +110,7 @@ __all__ = [
     "function_body",
     "generate",
     "load_checkpoint",
+    "moe_adam_w",
     "moe_finalize_routing_v2",
     "moe_finalize_routing_v2_grad",
     "moe_grouped_matmul",

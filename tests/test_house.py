@@ -135,6 +135,7 @@ def test_public_names() -> None:
         "function_body",
         "generate",
         "load_checkpoint",
+        "moe_adam_w",
         "moe_finalize_routing_v2",
         "moe_finalize_routing_v2_grad",
         "moe_grouped_matmul",

@@ -177,7 +177,9 @@ void set_types(const Spec& spec, const Infos& given, const OrtShapeInferContext*
     const TensorInfo& source = given[std::size_t(output.like)].there ? given[std::size_t(output.like)] : given[0];
     if (output.kind != Kind::indices && source.there && source.type != guess) {
       const std::string axes = output.axes;
-      set_output(context, i, TensorInfo(source.type, Dims((axes.substr(0, axes.find(" |")).size() + 1) / 2)));
+      const std::size_t rank =
+          is_any(output.axes) ? source.shape.size() : (axes.substr(0, axes.find(" |")).size() + 1) / 2;
+      set_output(context, i, TensorInfo(source.type, Dims(rank)));
     }
   }
 }
@@ -203,7 +205,10 @@ OrtStatus* infer(const OrtCustomOp* op, OrtShapeInferContext* context) {
       set_types(spec, given, context);
       throw;
     }
-    for (std::size_t i = 0; i < made.size(); ++i) set_output(context, i, made[i]);
+    for (std::size_t i = 0; i < made.size(); ++i) {
+      // A type without a rank cannot be said. It is that of the inputs, as the runtime takes it to be.
+      if (made[i].ranked) set_output(context, i, made[i]);
+    }
   });
 }
 
