@@ -99,7 +99,7 @@ def _floats(value: Any) -> Any:
 
 
 def _result(case: Case, error: str, outputs: list[Any]) -> Result:
-    infos = [as_set(info) for info in inferred(case)[1]]
+    infos = [("", ()) if info is None else as_set(info) for info in inferred(case)[1]]
     return Result("", infos, error, outputs)
 
 

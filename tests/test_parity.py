@@ -189,7 +189,7 @@ def test_grouped_products_in_bfloat16(route: str, transposed: int) -> None:
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_updates(route: str, decay: float) -> None:
-    """Five steps of torch.optim.AdamW on clipped gradients: all the optimizer's options are in seven factors."""
+    """Five steps of torch.optim.AdamW on clipped gradients: all its options are in seven factors."""
     import torch
 
     if not has_route("MoeAdamW", route):

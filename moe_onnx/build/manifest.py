@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+from moe_onnx.build.moe_options import FORMS
 from moe_onnx.errors import ModelError
 
 FORMAT = "moe_onnx.manifest"
@@ -97,6 +98,7 @@ class Manifest:
         versions: Packages the graphs were made with.
         opset: Opset version by domain.
         ir_version: IR version of the models.
+        optimize_for: Which form the graphs have, ``"body"`` or ``"native"``.
     """
 
     config: dict[str, Any]
@@ -107,6 +109,7 @@ class Manifest:
     opset: dict[str, int]
     ir_version: int
     dispatch: dict[str, Any] = field(default_factory=dict)
+    optimize_for: str = "body"
 
     def __post_init__(self) -> None:
         """Hold options as JSON gives them back, tuples as lists, so that a reloaded manifest is equal."""
@@ -160,6 +163,7 @@ class Manifest:
             "versions": dict(self.versions),
             "opset": dict(self.opset),
             "ir_version": self.ir_version,
+            "optimize_for": self.optimize_for,
             "config": dict(self.config),
             "optimizer": None if self.optimizer is None else dict(self.optimizer),
             "dispatch": dict(self.dispatch),
@@ -191,6 +195,9 @@ class Manifest:
                 f"manifest: 'format_version' must be {FORMAT_VERSION}, got {data['format_version']}. "
                 "Build the graphs again, or use the release of moe_onnx that made them."
             )
+        form = top.get("optimize_for", str) if "optimize_for" in data else "body"
+        if form not in FORMS:
+            raise ModelError(f"manifest: 'optimize_for' must be one of {', '.join(FORMS)}, got {form!r:.60}.")
         graphs = _Reader("graphs", top.get("graphs", dict))
         return cls(
             config=top.get("config", dict),
@@ -201,6 +208,7 @@ class Manifest:
             opset=top.get("opset", dict),
             ir_version=top.get("ir_version", int),
             dispatch=top.get("dispatch", dict) if "dispatch" in data else {},
+            optimize_for=form,
         )
 
 

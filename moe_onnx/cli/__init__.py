@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 import moe_onnx
+from moe_onnx.build.moe_options import FORMS
 from moe_onnx.build.recipe import Schedule
 from moe_onnx.build.training_graph import TrainingGraph
 from moe_onnx.cli import graphs, training, validation
@@ -16,7 +17,7 @@ from moe_onnx.cli.commands import show_info, write_cards, write_pages, write_she
 from moe_onnx.cli.options import ASSEMBLY, CONSOLE, INTERRUPTED, Commands, build, model_options, recipe_of
 from moe_onnx.errors import OptionError
 from moe_onnx.runtime.data import BIN_DTYPES, TokenDataset
-from moe_onnx.runtime.routes import KERNELS
+from moe_onnx.runtime.routes import KERNELS, form_for
 from moe_onnx.runtime.training_session import TrainingSession, default_options
 
 FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
@@ -66,19 +67,27 @@ def demo(text: Path | None, steps: int | None, output: Path) -> None:
 @click.option(
     "--assembly", default=ASSEMBLY, show_default=True, help="Some of step, grad, apply, eval, forward."
 )
+@click.option(
+    "--optimize-for",
+    type=click.Choice(list(FORMS)),
+    default="body",
+    show_default=True,
+    help="What the graphs are fast with: function bodies, in any runtime, or this package's native kernels.",
+)
 @click.option("-o", "--output", type=FOLDER, required=True, help="Folder for the graphs and manifest.json.")
-def export(assembly: str, output: Path, **model: Any) -> None:
+def export(assembly: str, optimize_for: str, output: Path, **model: Any) -> None:
     """Write the training graphs of a model, and say what is in them.
 
     \b
     Examples:
       moe-onnx export --config recipe.toml -o model
       moe-onnx export --layers 4 --hidden-size 256 --experts 8 --top-k 2 -o model
+      moe-onnx export --config recipe.toml --optimize-for native -o model
       moe-onnx export --assembly step --optimizer sgd --set qk_norm=head -o model
       moe-onnx export --dispatch routing_map --capacity-factor 1.25 --set tokens_per_batch=2048 -o model
       moe-onnx export --router sigmoid --set router_selection_bias=true --aux-loss sequence -o model
     """  # noqa: D301
-    graph = build(recipe_of(**model), assembly)
+    graph = build(recipe_of(**model), assembly, optimize_for=optimize_for)
     graph.save(output)
     graphs.print_graphs(graph)
     CONSOLE.print(f"written to {output}", markup=False)
@@ -125,6 +134,8 @@ def train(
 ) -> None:
     """Train the graphs in the folder GRAPH, or those of --config and the model's options.
 
+    The latter are built in the form that is fast with the kernels that run them.
+
     \b
     Examples:
       moe-onnx train model --text book.txt --steps 1000 --eval-every 100 -o run
@@ -149,7 +160,7 @@ def train(
     if graph is None:
         recipe = recipe_of(schedule=given, **rest)
         how = recipe.schedule
-        built = build(recipe)
+        built = build(recipe, optimize_for=form_for(kernels))
         built.save(output / "model")
     else:
         how = Schedule(**{name: value for name, value in given.items() if value is not None})

@@ -156,10 +156,12 @@ def recipe_of(
     return recipe_from_dict(tables, config or "options")
 
 
-def build(recipe: Recipe, assembly: str = ASSEMBLY) -> TrainingGraph:
+def build(recipe: Recipe, assembly: str = ASSEMBLY, *, optimize_for: str = "body") -> TrainingGraph:
     """Build the graphs of a recipe, saying so: large models take their time."""
     with CONSOLE.status(f"building {assembly} ..."):
-        return build_training_graph(recipe.config, assembly=assembly, optimizer=recipe.optimizer)
+        return build_training_graph(
+            recipe.config, assembly=assembly, optimizer=recipe.optimizer, optimize_for=optimize_for
+        )
 
 
 def _value(text: str) -> Any:

@@ -96,7 +96,7 @@ def load_checkpoint(session: TrainingSession, folder: str | os.PathLike[str]) ->
     path = _resolve(Path(folder))
     about = _read_trainer(path / TRAINER)
     for what, ours in (("config", session.manifest.config), ("optimizer", session.manifest.optimizer)):
-        _compare(path / TRAINER, what, ours or {}, about.get(what) or {})
+        _compare(path / TRAINER, what, _meant(ours), _meant(about.get(what)))
     parameters = set(session.manifest.parameter_names)
     expected = session.state_layout()
     state: dict[str, Any] = {}
@@ -105,6 +105,13 @@ def load_checkpoint(session: TrainingSession, folder: str | os.PathLike[str]) ->
         state |= _read_tensors(path / name, wanted, about["files"].get(name))
     session.load_state_dict(state | {STEP: np.array(about["global_step"], np.int64)})
     return about
+
+
+def _meant(options: Any) -> Any:
+    """Config or optimizer without what the form of a graph is: all forms have the same parameters."""
+    if not isinstance(options, Mapping):
+        return options or {}
+    return {name: value for name, value in options.items() if name != "unroll_experts"}
 
 
 def has_checkpoint(folder: str | os.PathLike[str]) -> bool:
