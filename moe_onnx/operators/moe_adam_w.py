@@ -137,15 +137,15 @@ BODY = body(
     _shape_check("exp_avg", "passed_gradient", "passed_exp_avg"),
     _shape_check("exp_avg_sq", "passed_exp_avg", "passed_shapes"),
     checks("passed", "passed_shapes", ("factors must be 7", "bad_factors")),
-    "".join(
+    # Each factor from where the checks say that the tensor begins: at 0.
+    "    begin = Squeeze (passed)",
+    *[
         f"""
-    at_{factor} = Constant <value_int = {at}> ()
-    {factor} = Gather <axis = 0> (factors_checked, at_{factor})"""
-        if at >= 0
-        else """
-    factors_checked = Slice (factors, passed, seven, zero)"""
-        for at, factor in enumerate(("", *FACTORS), -1)
-    ),
+    number_of_{factor} = Constant <value_int = {number}> ()
+    at_{factor} = Add (begin, number_of_{factor})
+    {factor} = Gather <axis = 0> (factors, at_{factor})"""
+        for number, factor in enumerate(FACTORS)
+    ],
     # Elementwise, and each output after the last use of the input of its name, so that they may share memory.
     """
     kept_avg = Mul (exp_avg, beta1)

@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from onnx import NodeProto, helper
 
 from moe_onnx.operators.moe_adam_w import FACTORS, NAME
 from moe_onnx.rewrite.legalize import BODY_DOMAIN
 from moe_onnx.spec import DOMAIN
+from moe_onnx.validation.documents.moe_nodes import constant
+from moe_onnx.validation.subject import Scope
 from moe_onnx.validation.training.nodes import int_attribute, is_op, subgraphs_of
 
 
-def by_element(nodes: Sequence[NodeProto]) -> list[NodeProto]:
-    """The nodes, and in the place of an update over slices, or by MoeAdamW, what it does to an element."""
-    joined = {node.output[0]: node for node in nodes if node.output and is_op(node, ("Concat",))}
+def by_element(scope: Scope) -> list[NodeProto]:
+    """The nodes, and in the place of an update over slices, or by MoeAdamW, what it does to an element.
+
+    Factors are read where they are made: MoeAdamW's stand in one tensor, of which its function body takes
+    one after the other.
+    """
+    joined = {node.output[0]: node for node in scope.nodes if _joins_factors(node, scope)}
     found: list[NodeProto] = []
-    for node in nodes:
-        found += _update(node, joined) if _is_update(node) else _slices(node)
+    for node in scope.nodes:
+        if _is_update(node):
+            found += _update(node, joined)
+        elif (factor := _factor(node, joined, scope)) is not None:
+            found.append(helper.make_node("Identity", [factor], list(node.output), node.name))
+        else:
+            found += _slices(node)
     return found
+
+
+def _joins_factors(node: NodeProto, scope: Scope) -> bool:
+    if not is_op(node, ("Concat",)) or len(node.input) != len(FACTORS) or not node.output:
+        return False
+    makers = [scope.producer(name) for name in node.input]
+    return all(made is None or is_op(made[1], ("Unsqueeze", "Constant")) for made in makers)
+
+
+def _factor(node: NodeProto, joined: dict[str, NodeProto], scope: Scope) -> str | None:
+    """The one of the factors that a Gather takes, None where it is another Gather."""
+    if not is_op(node, ("Gather",)) or len(node.input) != 2 or node.input[0] not in joined:
+        return None
+    at = constant(scope, node.input[1])
+    if at is None or at.dtype.kind not in "iu" or at.size != 1 or int_attribute(node, "axis", 0) != 0:
+        return None
+    number = int(at.reshape(()))
+    return joined[node.input[0]].input[number] if 0 <= number < len(FACTORS) else None
 
 
 def _is_update(node: NodeProto) -> bool:

@@ -44,7 +44,7 @@ class Flow:
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
-        self.nodes = by_element(scope.nodes)
+        self.nodes = by_element(scope)
         self.inputs = frozenset(scope.inputs)
         self.maker: dict[str, int] = {}
         self.users: dict[str, list[int]] = {}
