@@ -38,6 +38,7 @@ from moe_onnx.errors import (
     ValidationError,
 )
 from moe_onnx.kernels.native import native_library_path
+from moe_onnx.operators.moe_adam_w import moe_adam_w
 from moe_onnx.operators.moe_finalize_routing_v2 import moe_finalize_routing_v2
 from moe_onnx.operators.moe_finalize_routing_v2_grad import moe_finalize_routing_v2_grad
 from moe_onnx.operators.moe_grouped_matmul import moe_grouped_matmul
@@ -119,6 +120,7 @@ __all__ = [
     "generate",
     "inspect",
     "load_checkpoint",
+    "moe_adam_w",
     "moe_finalize_routing_v2",
     "moe_finalize_routing_v2_grad",
     "moe_grouped_matmul",

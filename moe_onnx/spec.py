@@ -39,10 +39,14 @@ AXES = {
     "R": "rows of expanded_x: T*K, or min(active_num, T*K)",
     "F": "expert hidden size",
     "P": "rows of permuted_tokens: N, or only as many as the routing map selects",
+    "S": "factors of an update",
+    "...": "any number of axes, the same in all tensors",
 }
+ANY = "..."  # the signature of a tensor of any rank
 
 # float64 serves validation (finite differences on a graph lifted to double), see the contract.
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+MASTERS = ("float32", "float64")  # what is summed up over many steps
 INDICES = ("int32",)
 MAPS = ("bool", "int8")
 
@@ -69,7 +73,10 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Arg:
-    """One input or output: its name, shape signature (``"T H"``, alternatives by ``|``), meaning."""
+    """One input or output: its name, shape signature (``"T H"``, alternatives by ``|``), meaning.
+
+    The signature ``"..."`` is any shape, the same for all tensors of a call that have it.
+    """
 
     name: str
     axes: str
@@ -159,7 +166,7 @@ class OpSpec:
         for name in attributes:
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1)
-                hint = f"Did you mean '{close[0]}'?" if close else f"Legal: {', '.join(known)}."
+                hint = f"Did you mean '{close[0]}'?" if close else f"Legal: {', '.join(known) or 'none'}."
                 raise AttributeValueError(f"{self.name}: unknown attribute '{name}'. {hint}", op=self.name)
         return {name: self._attribute(attr, attributes.get(name)) for name, attr in known.items()}
 
@@ -234,25 +241,37 @@ def require_same_dtype(op: str, first: str, a: str, second: str, b: str, allowed
 class Axes:
     """Reads shapes by signature and remembers what each axis letter is.
 
-    A letter means one size in one call. Sizes that are unknown agree with everything.
+    A letter means one size in one call, and ``"..."`` one shape, whose axes are called 0, 1, ... Sizes that
+    are unknown agree with everything.
     """
 
     def __init__(self, op: str) -> None:
         self.op = op
         self._sizes: dict[str, tuple[Dim, str]] = {}
+        self._any: tuple[str, tuple[Dim, ...]] | None = None  # the first tensor of any shape
 
     def read(self, *tensors: tuple[str, TensorInfo | None, str]) -> None:
         """Read ``(name, tensor, signature)`` triples: all ranks first, then all sizes."""
         known = [(n, t.shape, s.split()) for n, t, s in tensors if t is not None and t.shape is not None]
         for name, shape, letters in known:
-            if len(shape) != len(letters):
+            if letters == [ANY]:
+                self._any = self._any or (name, shape)
+                first, like = self._any
+                if len(shape) != len(like):
+                    raise RankError(
+                        f"{self.op}: '{name}' must have the rank of '{first}', {len(like)}-D, shape "
+                        f"{show(like)}, got {len(shape)}-D, shape {show(shape)}.",
+                        op=self.op,
+                    )
+            elif len(shape) != len(letters):
                 raise RankError(
                     f"{self.op}: '{name}' must be {len(letters)}-D, [{' '.join(letters)}], "
                     f"got {len(shape)}-D, shape {show(shape)}.",
                     op=self.op,
                 )
         for name, shape, letters in known:
-            for letter, size in zip(letters, shape, strict=True):
+            axes = map(str, range(len(shape))) if letters == [ANY] else letters
+            for letter, size in zip(axes, shape, strict=True):
                 self.bind(
                     letter,
                     size,
@@ -264,7 +283,8 @@ class Axes:
         before, there = self._sizes.get(letter, (None, ""))
         if isinstance(before, int) and isinstance(size, int) and before != size:
             raise ShapeError(
-                f"{self.op}: axis {letter} ({AXES[letter]}) is {before} in {there} but {size} in {where}. "
+                f"{self.op}: axis {letter} ({AXES.get(letter, 'of any shape')}) is {before} in {there} but "
+                f"{size} in {where}. "
                 "They must be equal.",
                 op=self.op,
             )
@@ -273,6 +293,11 @@ class Axes:
 
     def __getitem__(self, letter: str) -> Dim:
         return self._sizes.get(letter, (None, ""))[0]
+
+    @property
+    def any_shape(self) -> Shape:
+        """The shape of the tensors of any shape, as far as it is known; None: not even its rank."""
+        return None if self._any is None else tuple(self[str(i)] for i in range(len(self._any[1])))
 
     def divide(self, letter: str, by: Dim, what: str) -> Dim:
         """Size of ``letter`` divided by ``by``, which must leave no rest."""

@@ -35,6 +35,7 @@ FAMILIES: tuple[str, ...] = (
     "broken_foreign",
     "broken_run",
     "broken_full",
+    "broken_updates",
 )
 
 

@@ -62,7 +62,7 @@ class Maker:
         """Of a random magnitude; at times with infinities, NaNs, zeros and what is beside them."""
         kind = np.dtype(dtype or self.rows_dtype)
         with np.errstate(over="ignore"):
-            values = (self.rng.standard_normal(shape) * 10.0 ** self.rng.integers(-3, 3)).astype(kind)
+            values = np.asarray(self.rng.standard_normal(shape) * 10.0 ** self.rng.integers(-3, 3), kind)
             if self.odds(0.25):
                 info = ml_dtypes.finfo(kind)
                 odd = [np.nan, np.inf, -np.inf, 0.0, -0.0, info.max, -info.max, info.tiny / 4, info.eps]
@@ -250,6 +250,20 @@ def weight_grad(m: Maker) -> tuple[list[Any], dict[str, Any]]:
     return inputs, {"transpose_weight": int(m.odds(0.5))}
 
 
+def adam_w(m: Maker) -> tuple[list[Any], dict[str, Any]]:
+    dtype = pick(m.rng, (np.float32, np.float32, np.float64))
+    shape = (m.slots, m.hidden)
+    if m.odds(0.4):
+        shape = pick(m.rng, ((), (m.hidden,), (m.experts, m.top_k, m.hidden), (1, m.tokens, 1, m.hidden)))
+    tensors = [m.floats(*shape, dtype=dtype) for _ in range(4)]
+    if m.odds(0.8):  # as it is in training
+        tensors[3] = np.asarray(np.abs(tensors[3]))  # numpy makes a number of an array without axes
+    factors = m.floats(7, dtype=dtype)
+    if m.odds(0.6):
+        factors = np.array([0.9, 0.1, 0.999, 0.001, 1e-3, 1e-8, 0.99]).astype(dtype)
+    return [*tensors, factors], {}
+
+
 MAKERS: dict[str, Callable[[Maker], tuple[list[Any], dict[str, Any]]]] = {
     "MoeInitRoutingV2": init,
     "MoeInitRoutingV2Grad": init_grad,
@@ -261,4 +275,5 @@ MAKERS: dict[str, Callable[[Maker], tuple[list[Any], dict[str, Any]]]] = {
     "MoeFinalizeRoutingV2Grad": finalize_grad,
     "MoeGroupedMatmul": product,
     "MoeGroupedMatmulWeightGrad": weight_grad,
+    "MoeAdamW": adam_w,
 }

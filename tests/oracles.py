@@ -319,6 +319,30 @@ def grouped_matmul_weight_grad(
     return grad.transpose(0, 2, 1) if transpose_weight else grad
 
 
+@np.errstate(all="ignore")
+def adam_w(parameter: Array, gradient: Array, exp_avg: Array, exp_avg_sq: Array, factors: Array) -> Any:
+    """(parameter, exp_avg, exp_avg_sq) after an update, element by element.
+
+    Each operation is made in double precision and rounded to the dtype: of float32 numbers that is what one
+    operation in float32 gives, as 53 bits are more than 2 * 24 + 1.
+    """
+
+    def rounded(x: Any) -> Any:
+        return np.float64(parameter.dtype.type(x))
+
+    beta1, weight1, beta2, weight2, rate, eps, kept = factors.astype(np.float64)
+    out = [np.empty(parameter.shape, parameter.dtype) for _ in range(3)]
+    for at in np.ndindex(parameter.shape):
+        p, g, m, v = (np.float64(a[at]) for a in (parameter, gradient, exp_avg, exp_avg_sq))
+        m = rounded(rounded(m * beta1) + rounded(g * weight1))
+        v = rounded(rounded(v * beta2) + rounded(rounded(g * g) * weight2))
+        change = rounded(rounded(m * rate) / rounded(rounded(np.sqrt(v)) + eps))
+        p = rounded(rounded(p * kept) - change)
+        for made, value in zip(out, (p, m, v), strict=True):
+            made[at] = value
+    return tuple(out)
+
+
 def _expert_of_rows(group_sizes: Array) -> list[int]:
     return [e for e, size in enumerate(group_sizes.tolist()) for _ in range(size)]
 

@@ -157,6 +157,8 @@ def is_absent(op: str, output: int, inputs: list[Any], attributes: dict[str, Any
     if "Finalize" in op:
         scales = inputs[3] if len(inputs) > 3 else None
         return output == 1 and (scales is None or scales.shape == (0, 0))
+    if "InitRouting" not in op:
+        return False
     padded = attributes.get("drop_pad_mode", 0) == 1
     if output == 2:
         return padded or not attributes.get("expert_tokens_count_or_cumsum_flag", 0)

@@ -157,6 +157,7 @@ def test_public_names() -> None:
         "generate",
         "inspect",
         "load_checkpoint",
+        "moe_adam_w",
         "moe_finalize_routing_v2",
         "moe_finalize_routing_v2_grad",
         "moe_grouped_matmul",

@@ -578,6 +578,14 @@ def casting(op: str, dtype: str, static: bool) -> tuple[onnx.ModelProto, Any, li
     top_k_ids = np.array([[0, 2], [1, 2], [0, 1]], np.int32)
     sizes = np.array([2, 0, 4], np.int32)
     matrices = np.arange(24, dtype=np.float32).reshape(3, 2, 4) % 5 - 2
+    # Exact in every dtype; there are no updates in 16 bits.
+    update = [
+        rows,
+        *(np.full_like(rows, x) for x in (2, 4, 14)),
+        np.array([2, 2, 2, 2, 16, 4, 2], np.float32) / 4,
+    ]
+    if op == "MoeAdamW" and "16" in dtype:
+        dtype = "float64"
     calls: dict[str, tuple[dict[str, Any], dict[str, Any], list[Any]]] = {
         INIT: (FEED, {"top_k": 2}, [GRAD_X]),
         UNPERMUTE: (WHOLE, {}, [*oracles.unpermute_grad(*WHOLE.values())]),
@@ -620,6 +628,11 @@ def casting(op: str, dtype: str, static: bool) -> tuple[onnx.ModelProto, Any, li
             {"x": rows % 5, "g": rows[:, :3] % 4, "sizes": sizes},
             {},
             [oracles.grouped_matmul_weight_grad(rows % 5, rows[:, :3] % 4, sizes)],
+        ),
+        "MoeAdamW": (
+            dict(zip("pgmvf", update, strict=True)),
+            {},
+            [*oracles.adam_w(*update)],
         ),
     }
     feed, attributes, want = calls[op]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from native_cases import MAKERS, Maker
-from native_compare import DOTS, difference, expected, inferred, problem
+from native_compare import DOTS, as_set, difference, expected, inferred, problem
 from native_driver import Case, Result
 from native_fuzz import made_cases, session_problem, session_result
 
@@ -99,12 +99,7 @@ def _floats(value: Any) -> Any:
 
 
 def _result(case: Case, error: str, outputs: list[Any]) -> Result:
-    infos = [
-        ("", ())
-        if info is None
-        else (info.dtype, tuple(s if isinstance(s, int) else -1 for s in info.shape or ()))
-        for info in inferred(case)[1]
-    ]
+    infos = [("", ()) if info is None else as_set(info) for info in inferred(case)[1]]
     return Result("", infos, error, outputs)
 
 

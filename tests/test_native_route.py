@@ -127,6 +127,14 @@ def test_register_takes_kernels_that_are_libraries() -> None:
             moe_onnx.register(ort.SessionOptions(), wrong)
 
 
+def test_the_form_of_graphs_for_a_route(without: pytest.MonkeyPatch) -> None:
+    """What native kernels are fast with is built only where they will run."""
+    assert [routes.form_for(kernels) for kernels in routes.KERNELS] == ["body"] * 4
+    without.delenv(native.OVERRIDE)
+    form = "native" if NATIVE else "body"
+    assert [routes.form_for(kernels) for kernels in routes.KERNELS] == [form, form, "body", "body"]
+
+
 # One options object, one library of kernels.
 
 

@@ -184,3 +184,31 @@ def test_grouped_products_in_bfloat16(route: str, transposed: int) -> None:
         # Sums near 0 cancel: there float32's own error counts, not the step.
         assert (np.abs(a - b) <= np.abs(b) * 2.0**-7 + 40 * 16 * 2.0**-23).all()
     assert not got_w[empty].astype(np.float64).any()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_updates(route: str, decay: float) -> None:
+    """Five steps of torch.optim.AdamW on clipped gradients: all its options are in seven factors."""
+    import torch
+
+    if not has_route("MoeAdamW", route):
+        pytest.skip("no kernel of its own")
+    rng, (beta1, beta2), eps, lr = np.random.default_rng(3), (0.8, 0.95), 1e-6, 3e-2
+    shape = (3, 5, 7)
+    weight = torch.nn.Parameter(torch.tensor(rng.standard_normal(shape, np.float32)))
+    optimizer = torch.optim.AdamW([weight], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
+    state = [weight.detach().numpy().copy(), np.zeros(shape, np.float32), np.zeros(shape, np.float32)]
+    for step in range(1, 6):
+        gradient = rng.standard_normal(shape, np.float32)
+        weight.grad = torch.tensor(gradient)
+        norm = float(torch.nn.utils.clip_grad_norm_([weight], 1.5))
+        optimizer.step()
+        clip, root = min(1.0, 1.5 / (norm + 1e-6)), (1 - beta2**step) ** 0.5
+        rate, kept = lr * root / (1 - beta1**step), 1 - lr * decay
+        factors = [beta1, (1 - beta1) * clip, beta2, (1 - beta2) * clip**2, rate, eps * root, kept]
+        inputs = [state[0], gradient, *state[1:], np.array(factors, np.float32)]
+        state = run("MoeAdamW", route, inputs, {})
+        moments = optimizer.state[weight]
+        for got, want in zip(state, (weight, moments["exp_avg"], moments["exp_avg_sq"]), strict=True):
+            assert_close(got, want)

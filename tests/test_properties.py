@@ -263,7 +263,10 @@ def test_sessions_are_deterministic_at_any_thread_count(op: str, route: str) -> 
 
 @pytest.mark.parametrize(
     "op",
-    [INIT, INIT_GRAD, PERMUTE, PERMUTE_GRAD, UN, UN_GRAD, "MoeGroupedMatmul", "MoeGroupedMatmulWeightGrad"],
+    [
+        *(INIT, INIT_GRAD, PERMUTE, PERMUTE_GRAD, UN, UN_GRAD),
+        *("MoeGroupedMatmul", "MoeGroupedMatmulWeightGrad", "MoeAdamW"),
+    ],
 )
 @pytest.mark.parametrize("route", ROUTES)
 def test_non_contiguous_inputs_work_and_stay_as_they_are(op: str, route: str) -> None:
@@ -281,6 +284,7 @@ def test_non_contiguous_inputs_work_and_stay_as_they_are(op: str, route: str) ->
         UN_GRAD: [dy, indices, indices, routing_map, rows, probs],
         "MoeGroupedMatmul": [rows, ints(rng, 4, 3, 2), np.array([5, 0, 3, 4], np.int32)],
         "MoeGroupedMatmulWeightGrad": [rows, ints(rng, 12, 2), np.array([5, 0, 3, 4], np.int32)],
+        "MoeAdamW": [*(ints(rng, 6, 4, 3) for _ in range(3)), ints(rng, 6, 4, 3) ** 2, ints(rng, 7) ** 2 + 1],
     }
     attributes = {"top_k": 2} if op == INIT_GRAD else {}
     want = run(op, "reference", inputs[op], attributes)

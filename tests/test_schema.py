@@ -43,6 +43,13 @@ PERMUTE_GRAD: Values = {
     "sorted_indices": ("int32", ["N"]),
     "routing_map": ("bool", ["T", 8]),
 }
+ADAM_W: Values = {
+    "parameter": ("float32", ["E", 16, 8]),
+    "gradient": ("float32", [None, 16, 8]),
+    "exp_avg": ("float32", [4, 16, None]),
+    "exp_avg_sq": ("float32", [None, None, None]),
+    "factors": ("float32", [7]),
+}
 UN: Values = {
     "permuted_tokens": ("bfloat16", [12, 16]),
     "sorted_indices": ("int32", [12]),
@@ -70,15 +77,18 @@ def model_of(op: str, values: Values, *, typed: bool = True, **attributes: Any) 
         if typed
         else helper.make_empty_tensor_value_info(arg.name)
         for arg in outputs
-        for rank in [
-            3
-            if attributes.get("drop_pad_mode") and arg.name in ("expanded_x", "grad_expanded_x")
-            else len(arg.axes.split("|")[0].split())
-        ]
+        for rank in [_rank(op, arg, attributes)]
     ]
     graph = helper.make_graph([node], "graph", inputs, results)
     imports = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
     return helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
+def _rank(op: str, arg: Any, attributes: dict[str, Any]) -> int:
+    if op == "MoeAdamW":
+        return 3  # of any rank; of this one in these tests
+    padded = attributes.get("drop_pad_mode") and arg.name in ("expanded_x", "grad_expanded_x")
+    return 3 if padded else len(arg.axes.split("|")[0].split())
 
 
 def inferred(op: str, values: Values, **attributes: Any) -> list[tuple[str, list[Any] | None]]:
@@ -181,6 +191,17 @@ def test_shapes_of_the_grouped_products() -> None:
     assert inferred("MoeGroupedMatmul", unknown) == [("FLOAT", ["N", None])]
     untold: Values = {**GMM_GRAD, "group_sizes": ("int32", None), "x": ("bfloat16", None)}
     assert inferred("MoeGroupedMatmulWeightGrad", untold) == [("BFLOAT16", [None, None, 32])]
+
+
+def test_shapes_of_an_update() -> None:
+    """What any of the tensors says of the shape; nothing where nobody knows even its rank."""
+    assert inferred("MoeAdamW", ADAM_W) == [("FLOAT", [4, 16, 8])] * 3
+    unknown: Values = dict.fromkeys(ADAM_W, ("float64", None))
+    assert inferred("MoeAdamW", unknown) == [("DOUBLE", None)] * 3
+    one: Values = {**unknown, "exp_avg_sq": ("float64", ["n", 3])}
+    assert inferred("MoeAdamW", one) == [("DOUBLE", ["n", 3])] * 3
+    scalar: Values = {**unknown, "gradient": ("float64", [])}
+    assert inferred("MoeAdamW", scalar) == [("DOUBLE", [])] * 3
 
 
 def test_unknown_sizes_and_ranks_stay_unknown() -> None:
@@ -356,6 +377,11 @@ REFUSED = [
         {},
         "1-D",
     ),
+    ("16-bit update", "MoeAdamW", {**ADAM_W, "parameter": ("float16", ["E", 16, 8])}, {}, "float16|FLOAT16"),
+    ("rank of a moment", "MoeAdamW", {**ADAM_W, "exp_avg": ("float32", [512])}, {}, "exp_avg.*1-D"),
+    ("size of a gradient", "MoeAdamW", {**ADAM_W, "gradient": ("float32", [5, 16, 8])}, {}, "axis 0.*5.*4"),
+    ("six factors", "MoeAdamW", {**ADAM_W, "factors": ("float32", [6])}, {}, "axis S.*7.*6"),
+    ("an attribute", "MoeAdamW", ADAM_W, {"beta1": 1}, "beta1"),
     ("no restore_shape", "MoeTokenUnpermuteWithRoutingMap", dict(list(UN.items())[:2]), {}, "restore_shape"),
 ]
 

@@ -87,6 +87,23 @@ def test_graphs_of_every_kind_are_clean(name: str) -> None:
         assert not findings(report), (assembly, report.findings)
 
 
+def test_the_form_for_native_kernels_is_clean(tmp_path: Path) -> None:
+    """As it was built, lifted to float64, and as onnxruntime saves it: bodies inlined, constants folded."""
+    graph = moe_onnx.build_training_graph(
+        SOUND["softmax-dropless-combine"], assembly=ALL_GRAPHS, optimize_for="native"
+    )
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "saved.onnx")
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    moe_onnx.InferenceSession(graph.models["apply"], options, kernels="body")
+    saved = onnx.load(tmp_path / "saved.onnx")
+    assert "MoeAdamW" not in {node.op_type for node in saved.graph.node}
+    models = [*graph.models.values(), to_float64(graph.models["step"]), saved]
+    for model in models:
+        report = moe_onnx.validate(model)
+        assert not findings(report), report.findings
+
+
 def test_a_graph_lifted_to_float64_is_clean() -> None:
     assert not findings(moe_onnx.validate(to_float64(layer_step())))
 

@@ -77,6 +77,8 @@ def _table(args: tuple[Arg, ...]) -> str:
 
 
 def _attributes(spec: OpSpec) -> str:
+    if not spec.attributes:
+        return "\nnone"
     lines = ["", "| name | kind | legal | default | meaning |", "|---|---|---|---|---|"]
     for attr in spec.attributes:
         default = "required" if attr.required else "absent" if attr.default is None else str(attr.default)

@@ -17,7 +17,7 @@ def experts(
     e: Emitter, dispatched: Dispatched, params: Parameters, prefix: str, config: MoeOptions
 ) -> ir.Value:
     """What the experts make of their rows: ``[rows, H]`` again, in the same order, not rounded at last."""
-    if config.num_experts <= config.unroll_experts:
+    if config.unrolls():
         return _unrolled(e, dispatched, params, f"{prefix}experts.", config)
     return _grouped(e, dispatched, params, f"{prefix}experts.", config)
 

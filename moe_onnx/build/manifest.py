@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+from moe_onnx.build.moe_options import FORMS
 from moe_onnx.build.weights import WEIGHTS
 from moe_onnx.errors import ModelError
 
@@ -100,6 +101,7 @@ class Manifest:
         ir_version: IR version of the models.
         weights: File beside ``manifest.json`` with the values that training starts from; None: they are
             drawn. Only that file's manifest names it, not those that graphs carry.
+        optimize_for: Which form the graphs have, ``"body"`` or ``"native"``.
     """
 
     config: dict[str, Any]
@@ -111,6 +113,7 @@ class Manifest:
     ir_version: int
     dispatch: dict[str, Any] = field(default_factory=dict)
     weights: str | None = field(default=None, compare=False)
+    optimize_for: str = "body"
 
     def __post_init__(self) -> None:
         """Hold options as JSON gives them back, tuples as lists, so that a reloaded manifest is equal."""
@@ -164,6 +167,7 @@ class Manifest:
             "versions": dict(self.versions),
             "opset": dict(self.opset),
             "ir_version": self.ir_version,
+            "optimize_for": self.optimize_for,
             "config": dict(self.config),
             "optimizer": None if self.optimizer is None else dict(self.optimizer),
             "dispatch": dict(self.dispatch),
@@ -196,6 +200,9 @@ class Manifest:
                 f"manifest: 'format_version' must be {FORMAT_VERSION}, got {data['format_version']}. "
                 "Build the graphs again, or use the release of moe_onnx that made them."
             )
+        form = top.get("optimize_for", str) if "optimize_for" in data else "body"
+        if form not in FORMS:
+            raise ModelError(f"manifest: 'optimize_for' must be one of {', '.join(FORMS)}, got {form!r:.60}.")
         graphs = _Reader("graphs", top.get("graphs", dict))
         return cls(
             config=top.get("config", dict),
@@ -207,6 +214,7 @@ class Manifest:
             ir_version=top.get("ir_version", int),
             dispatch=top.get("dispatch", dict) if "dispatch" in data else {},
             weights=_weights(top) if "weights" in data else None,
+            optimize_for=form,
         )
 
 

@@ -20,6 +20,9 @@ WEIGHT_PLACES = ("combine", "experts")
 AUX_LOSSES = ("pooled", "per_layer", "sequence", "global")
 DTYPES = ("float32", "bfloat16", "float16")
 EXPERT_ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu", "gelu", "relu")
+# What the graphs of a config are made for: function bodies, in any runtime, or this package's native kernels;
+# and up to how many experts get nodes of their own, unless the config says.
+FORMS = {"body": 16, "native": 0}
 GATED = ("swiglu", "geglu", "clamped_swiglu")
 
 
@@ -92,7 +95,8 @@ class MoeOptions(Options):
             they are dropped. Formulas stand in ``losses.py``.
         router_z_loss_coef: Weight of the router z-loss; 0 leaves it out.
         unroll_experts: Up to how many experts get nodes of their own; above, one MoeGroupedMatmul
-            per product, so that the number of nodes does not grow with the experts.
+            per product, so that the number of nodes does not grow with the experts. None: 16 in a graph for
+            function bodies, 0 in one for native kernels. Parameters and numbers do not depend on it.
         initializer_range: Standard deviation of the initial weights.
         dtype: What matrix products, dispatch and combine compute in: ``"float32"``, ``"bfloat16"`` or
             ``"float16"``, as ``precision.py`` says. Parameters, and all that graphs take and give, are
@@ -133,7 +137,7 @@ class MoeOptions(Options):
     router_aux_loss_coef: float = 0.01
     router_aux_loss: str = "pooled"
     router_z_loss_coef: float = 0.0
-    unroll_experts: int = 16
+    unroll_experts: int | None = None
     initializer_range: float = 0.02
     dtype: str = "float32"
 
@@ -141,7 +145,9 @@ class MoeOptions(Options):
         """Check every field on its own, then what goes together."""
         self.check_int("hidden_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
         self.check_int("n_group", "topk_group")
-        self.check_int("unroll_experts", "active_num", "router_noise_seed", low=0)
+        self.check_int("active_num", "router_noise_seed", low=0)
+        if self.unroll_experts is not None:
+            self.check_int("unroll_experts", low=0)
         for name in ("shared_expert_intermediate_size", "expert_capacity", "tokens_per_batch"):
             if getattr(self, name) is not None:
                 self.check_int(name)
@@ -225,6 +231,11 @@ class MoeOptions(Options):
         factor = Fraction(str(self.capacity_factor))
         share = factor * self.tokens_per_batch * self.num_experts_per_tok / self.num_experts
         return min(math.ceil(share), self.tokens_per_batch)
+
+    def unrolls(self, optimize_for: str = "body") -> bool:
+        """Whether each expert gets nodes of its own in a graph of this form."""
+        limit = FORMS[optimize_for] if self.unroll_experts is None else self.unroll_experts
+        return self.num_experts <= limit
 
     @property
     def is_gated(self) -> bool:

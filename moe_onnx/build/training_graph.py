@@ -21,6 +21,7 @@ from moe_onnx.build import manifest as manifests
 from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
 from moe_onnx.build.forward import Forward, batch_inputs, forward, moe_layers
 from moe_onnx.build.manifest import GraphInfo, Manifest, ParameterInfo, StateInfo
+from moe_onnx.build.moe_options import FORMS
 from moe_onnx.build.optimizers import AdamW, Optimizer, state_names
 from moe_onnx.build.parameters import Parameter, parameters_of
 from moe_onnx.build.update import Scalars, balance, clip_factor, global_norm, load_excess, update
@@ -140,7 +141,11 @@ class TrainingGraph:
 
 
 def build_training_graph(
-    config: Config, *, assembly: str = "step", optimizer: Optimizer | None = None
+    config: Config,
+    *,
+    assembly: str = "step",
+    optimizer: Optimizer | None = None,
+    optimize_for: str = "body",
 ) -> TrainingGraph:
     """Build the graphs that train a model, with their manifest.
 
@@ -163,12 +168,18 @@ def build_training_graph(
             A router's selection bias is a parameter without a gradient: ``grad`` gives and ``apply`` takes
             its ``load_excess`` instead, which like gradients adds up over the parts of a batch.
         optimizer: :class:`AdamW` (the default) or :class:`SGD`.
+        optimize_for: The form of the graphs, which all routes run, with the same parameters and checkpoints:
+
+            - ``"body"``: what is fastest in runtimes without this package's kernels: few experts get nodes
+              of their own, AdamW is made of standard operators.
+            - ``"native"``: what is fastest by native kernels: one MoeGroupedMatmul a product, one MoeAdamW
+              a parameter. Updates have the same bits; sums over the experts' products another order.
 
     Returns:
         A :class:`TrainingGraph`.
 
     Raises:
-        ConfigError: If an assembly is unknown or named twice, or an argument of another type.
+        ConfigError: If an assembly is unknown or named twice, or an argument of another type or value.
     """
     if not isinstance(config, (MoeLayerConfig, MoeLMConfig)):
         raise ConfigError(
@@ -187,9 +198,14 @@ def build_training_graph(
                 f"build_training_graph: assembly must be some of {', '.join(ASSEMBLIES)}, joined by '+', "
                 f"each once, got {assembly!r}."
             )
+    if not isinstance(optimize_for, str) or optimize_for not in FORMS:
+        raise ConfigError(
+            f"build_training_graph: optimize_for must be one of {', '.join(FORMS)}, got {optimize_for!r}."
+        )
     params = parameters_of(config)
-    drafts = {name: _Draft(name, config, optimizer, params) for name in names}
-    manifest = _manifest(config, optimizer, params, {name: d.info() for name, d in drafts.items()})
+    drafts = {name: _Draft(name, config, optimizer, params, optimize_for) for name in names}
+    infos = {name: draft.info() for name, draft in drafts.items()}
+    manifest = _manifest(config, optimizer, params, infos, optimize_for)
     models = {}
     for name, draft in drafts.items():
         model = draft.model()
@@ -201,12 +217,17 @@ def build_training_graph(
 class _Draft:
     """One graph in the making; every input and output with its role."""
 
-    def __init__(self, name: str, config: Config, optimizer: Optimizer, params: list[Parameter]) -> None:
+    def __init__(
+        self, name: str, config: Config, optimizer: Optimizer, params: list[Parameter], optimize_for: str
+    ) -> None:
         imports = {"": OPSET, DOMAIN: VERSION}
         graph = ir.Graph([], [], nodes=[], opset_imports=imports, name=name, doc_string=_DOC)
         self.ir_model = ir.Model(graph, ir_version=IR_VERSION, producer_name="moe_onnx")
         self.e = Emitter(graph)
+        if not config.unrolls(optimize_for):
+            config = replace(config, unroll_experts=0)
         self.config, self.optimizer, self.params = config, optimizer, params
+        self.fused = optimize_for == "native"
         self.inputs: list[manifests.TensorInfo] = []
         self.outputs: list[manifests.TensorInfo] = []
         self.values: dict[str, ir.Value] = {}
@@ -311,7 +332,7 @@ class _Draft:
             with self.e.scope("update"), self.e.scope(param.name):
                 if param.trained:
                     value, states = update(
-                        self.e, self.optimizer, scalars, old, change, states, decays, param.shape
+                        self.e, self.optimizer, scalars, old, change, states, decays, param.shape, self.fused
                     )
                 else:
                     value = balance(self.e, old, change, self.config.router_bias_update_rate)
@@ -338,7 +359,11 @@ class _Draft:
 
 
 def _manifest(
-    config: Config, optimizer: Optimizer, params: list[Parameter], graphs: dict[str, GraphInfo]
+    config: Config,
+    optimizer: Optimizer,
+    params: list[Parameter],
+    graphs: dict[str, GraphInfo],
+    optimize_for: str,
 ) -> Manifest:
     return Manifest(
         config=config.to_dict(),
@@ -371,6 +396,7 @@ def _manifest(
         versions={"moe_onnx": PACKAGE_VERSION},
         opset={"": OPSET, DOMAIN: VERSION},
         ir_version=IR_VERSION,
+        optimize_for=optimize_for,
     )
 
 

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from moe_onnx.autodiff.emitter import Emitter
 from moe_onnx.build.layers import exact_sum
 from moe_onnx.build.optimizers import SGD, AdamW, Optimizer
+from moe_onnx.spec import DOMAIN
 
 # onnxruntime adds up a whole tensor in a few float32 lanes: of 2^24 squares a thousandth is lost. Above so
 # many elements rows are summed in it, and the rows' sums in float64; below, one node is faster.
@@ -77,12 +78,16 @@ def update(
     states: dict[str, ir.Value],
     decays: bool,
     shape: tuple[int, ...],
+    fused: bool = False,
 ) -> tuple[ir.Value, dict[str, ir.Value]]:
-    """The updated parameter and states; ``shape`` is the parameter's."""
+    """The updated parameter and states; ``shape`` is the parameter's; ``fused``: AdamW as one operator."""
     if isinstance(optimizer, SGD):
         return _sgd(e, optimizer, scalars, parameter, gradient, states, decays)
     factors = _adamw_factors(e, optimizer, scalars, decays)
     old = (parameter, gradient, states["exp_avg"], states["exp_avg_sq"])
+    if fused:
+        new = e.ops("MoeAdamW", *old, factors.joined(e), domain=DOMAIN, outputs=3)
+        return new[0], {"exp_avg": new[1], "exp_avg_sq": new[2]}
     by_slice = len(shape) > 2 and shape[0] > 1 and math.prod(shape[1:]) >= LONG_SLICE
     new = _adamw_by_slice(e, factors, old, shape[1:]) if by_slice else _adamw(e, factors, *old)
     return new[0], {"exp_avg": new[1], "exp_avg_sq": new[2]}
@@ -99,6 +104,12 @@ class _AdamWFactors:
     rate: ir.Value
     eps: ir.Value
     kept: ir.Value | None
+
+    def joined(self, e: Emitter) -> ir.Value:
+        """As MoeAdamW has them: one tensor, the same one for all parameters that decay alike."""
+        kept = e.constant(np.float32(1)) if self.kept is None else self.kept
+        scalars = (self.beta1, self.weight1, self.beta2, self.weight2, self.rate, self.eps, kept)
+        return e.op("Concat", *[e.op("Unsqueeze", one, e.constant([0])) for one in scalars], axis=0)
 
 
 def _adamw_factors(e: Emitter, optimizer: AdamW, scalars: Scalars, decays: bool) -> _AdamWFactors:

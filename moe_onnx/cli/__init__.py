@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 import moe_onnx
-from moe_onnx.build.moe_options import DTYPES
+from moe_onnx.build.moe_options import DTYPES, FORMS
 from moe_onnx.build.recipe import Schedule
 from moe_onnx.build.training_graph import TrainingGraph
 from moe_onnx.cli import graphs, huggingface, inspection, language, training, validation
@@ -20,7 +20,7 @@ from moe_onnx.cli.schedule import SCALE, schedule_options
 from moe_onnx.errors import OptionError
 from moe_onnx.runtime.data import BIN_DTYPES, TokenDataset
 from moe_onnx.runtime.loss_scale import LossScale
-from moe_onnx.runtime.routes import KERNELS
+from moe_onnx.runtime.routes import KERNELS, form_for
 from moe_onnx.runtime.training_session import TrainingSession, default_options
 
 FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
@@ -81,8 +81,15 @@ def demo(text: Path | None, steps: int | None, output: Path) -> None:
     "--assembly", default=ASSEMBLY, show_default=True, help="Some of step, grad, apply, eval, forward."
 )
 @click.option("--dtype", type=click.Choice(DTYPES), help="What to compute in; parameters are float32.")
+@click.option(
+    "--optimize-for",
+    type=click.Choice(list(FORMS)),
+    default="body",
+    show_default=True,
+    help="What the graphs are fast with: function bodies, in any runtime, or this package's native kernels.",
+)
 @click.option("-o", "--output", type=FOLDER, required=True, help="Folder for the graphs and manifest.json.")
-def export(assembly: str, output: Path, from_hf: Path | None, **model: Any) -> None:
+def export(assembly: str, optimize_for: str, output: Path, from_hf: Path | None, **model: Any) -> None:
     """Write the training graphs of a model, and say what is in them.
 
     \b
@@ -90,6 +97,7 @@ def export(assembly: str, output: Path, from_hf: Path | None, **model: Any) -> N
       moe-onnx export --config recipe.toml -o model
       moe-onnx export --preset mixtral-8x7b -o model
       moe-onnx export --layers 4 --hidden-size 256 --experts 8 --top-k 2 -o model
+      moe-onnx export --config recipe.toml --optimize-for native -o model
       moe-onnx export --assembly step --optimizer sgd --set qk_norm=head -o model
       moe-onnx export --dispatch routing_map --capacity-factor 1.25 --set tokens_per_batch=2048 -o model
       moe-onnx export --config tiny_moe_lm --dtype bfloat16 -o model
@@ -97,9 +105,9 @@ def export(assembly: str, output: Path, from_hf: Path | None, **model: Any) -> N
       moe-onnx export --from-hf mixtral --set router_aux_loss_coef=0.02 -o model
     """  # noqa: D301
     if from_hf is None:
-        graph = build(recipe_of(**model), assembly)
+        graph = build(recipe_of(**model), assembly, optimize_for=optimize_for)
     else:
-        graph = huggingface.graph_of(from_hf, assembly, **model)
+        graph = huggingface.graph_of(from_hf, assembly, optimize_for=optimize_for, **model)
     graph.save(output)
     graphs.print_graphs(graph)
     CONSOLE.print(f"written to {output}", markup=False)
@@ -153,6 +161,8 @@ def train(
 ) -> None:
     """Train the graphs in the folder GRAPH, or those of --config and the model's options.
 
+    The latter are built in the form that is fast with the kernels that run them.
+
     \b
     Examples:
       moe-onnx train model --text book.txt --steps 1000 --eval-every 100 -o run
@@ -182,7 +192,7 @@ def train(
     if graph is None:
         recipe = recipe_of(schedule=given, **rest)
         how = recipe.schedule
-        built = build(recipe)
+        built = build(recipe, optimize_for=form_for(kernels))
         built.save(output / "model")
     else:
         how = Schedule(**{name: value for name, value in given.items() if value is not None})

@@ -51,7 +51,7 @@ def print_manifest(manifest: Manifest) -> None:
     )
     if manifest.dispatch.get("expert_capacity"):
         table.add_row("capacity", f"{manifest.dispatch['expert_capacity']} rows of each expert")
-    table.add_row("graphs", ", ".join(manifest.graphs))
+    table.add_row("graphs", f"{', '.join(manifest.graphs)}; optimized for {manifest.optimize_for}")
     CONSOLE.print(table)
 
 

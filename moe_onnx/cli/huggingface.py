@@ -26,6 +26,7 @@ def graph_of(
     folder: Path,
     assembly: str,
     *,
+    optimize_for: str,
     config: str | None,
     settings: tuple[str, ...],
     optimizer: str | None,
@@ -40,7 +41,7 @@ def graph_of(
     CONSOLE.print(repr(pretrained).strip("<>"), markup=False, soft_wrap=True)
     with CONSOLE.status(f"building {assembly} ..."):
         kind = SGD() if optimizer == "sgd" else AdamW()
-        return pretrained.training_graph(assembly=assembly, optimizer=kind)
+        return pretrained.training_graph(assembly=assembly, optimizer=kind, optimize_for=optimize_for)
 
 
 def origin_folder(graph: TrainingGraph) -> Path | None:

@@ -176,10 +176,12 @@ def imply_mode(model: dict[str, Any]) -> None:
         model.setdefault("dispatch_mode", "active")
 
 
-def build(recipe: Recipe, assembly: str = ASSEMBLY) -> TrainingGraph:
+def build(recipe: Recipe, assembly: str = ASSEMBLY, *, optimize_for: str = "body") -> TrainingGraph:
     """Build the graphs of a recipe, saying so: large models take their time."""
     with CONSOLE.status(f"building {assembly} ..."):
-        return build_training_graph(recipe.config, assembly=assembly, optimizer=recipe.optimizer)
+        return build_training_graph(
+            recipe.config, assembly=assembly, optimizer=recipe.optimizer, optimize_for=optimize_for
+        )
 
 
 def _value(text: str) -> Any:

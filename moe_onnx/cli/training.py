@@ -23,6 +23,7 @@ from moe_onnx.runtime.checkpoint import has_checkpoint
 from moe_onnx.runtime.data import TokenDataset
 from moe_onnx.runtime.generate import generate
 from moe_onnx.runtime.interrupts import interrupts_deferred
+from moe_onnx.runtime.routes import form_for
 from moe_onnx.runtime.train import train
 from moe_onnx.runtime.training_session import TrainingSession, default_options
 from moe_onnx.spec import DOMAIN
@@ -127,7 +128,7 @@ def demo(text: Path | None, steps: int | None, folder: Path) -> int:
     recipe = recipe_from_dict(recipe_tables("tiny_moe_lm"))
     how = recipe.schedule
     steps = how.steps if steps is None else steps
-    graph = build(recipe)
+    graph = build(recipe, optimize_for=form_for("auto"))
     graph.save(folder / "model")
     for model in graph.models.values():
         onnx.checker.check_model(model, full_check=True)

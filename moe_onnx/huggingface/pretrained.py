@@ -49,13 +49,15 @@ class Pretrained:
             yield laid.name, whole.reshape(laid.shape)
 
     def training_graph(
-        self, *, assembly: str = ASSEMBLY, optimizer: Optimizer | None = None
+        self, *, assembly: str = ASSEMBLY, optimizer: Optimizer | None = None, optimize_for: str = "body"
     ) -> TrainingGraph:
         """The graphs that train it, see :func:`moe_onnx.build_training_graph`.
 
         A :class:`moe_onnx.TrainingSession` of them starts from the checkpoint's weights, in float32.
         """
-        graph = build_training_graph(self.config, assembly=assembly, optimizer=optimizer)
+        graph = build_training_graph(
+            self.config, assembly=assembly, optimizer=optimizer, optimize_for=optimize_for
+        )
         return replace(graph, weights=self)
 
     def save(

@@ -1,6 +1,7 @@
 """The operators, in the order of the docs. Adding one is one file here and one line in ``ALL``."""
 
 from moe_onnx.operators import (
+    moe_adam_w,
     moe_finalize_routing_v2,
     moe_finalize_routing_v2_grad,
     moe_grouped_matmul,
@@ -25,5 +26,6 @@ ALL: tuple[OpSpec, ...] = (
     moe_finalize_routing_v2_grad.SPEC,
     moe_grouped_matmul.SPEC,
     moe_grouped_matmul_weight_grad.SPEC,
+    moe_adam_w.SPEC,
 )
 BY_NAME: dict[str, OpSpec] = {spec.name: spec for spec in ALL}

@@ -99,7 +99,7 @@ def load_checkpoint(session: TrainingSession, folder: str | os.PathLike[str]) ->
     path = _resolve(Path(folder))
     about = _read_trainer(path / TRAINER)
     for what, ours in (("config", session.manifest.config), ("optimizer", session.manifest.optimizer)):
-        _compare(path / TRAINER, what, ours or {}, about.get(what) or {})
+        _compare(path / TRAINER, what, _meant(ours), _meant(about.get(what)))
     scale = about.get(LOSS_SCALE)
     more = {} if scale is None else {LOSS_SCALE: from_json(scale, str(path / TRAINER))}
     parameters = set(session.manifest.parameter_names)
@@ -128,6 +128,13 @@ def checkpoint_model(folder: str | os.PathLike[str]) -> Path:
     except OSError as error:
         raise CheckpointError(f"{path / MODEL}: cannot be read: {error}.") from error
     return path / MODEL
+
+
+def _meant(options: Any) -> Any:
+    """Config or optimizer without what the form of a graph is: all forms have the same parameters."""
+    if not isinstance(options, Mapping):
+        return options or {}
+    return {name: value for name, value in options.items() if name != "unroll_experts"}
 
 
 def has_checkpoint(folder: str | os.PathLike[str]) -> bool:

@@ -33,6 +33,12 @@ def why_not() -> dict[str, str]:
     return {"native": native.unavailable(), "python": python_ops.UNAVAILABLE, "body": ""}
 
 
+def form_for(kernels: str) -> str:
+    """The form of graphs, ``optimize_for`` of ``build_training_graph``, for a training session of a route."""
+    native_there = kernels in ("auto", "native") and not native.unavailable()
+    return "native" if native_there else "body"
+
+
 def best(*routes: str) -> str:
     """The first of these that is available; if that is not ``"native"``, the reason is logged once.
 

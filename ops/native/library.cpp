@@ -20,6 +20,7 @@
 namespace moe {
 // One line an operator; its Spec is in ops/<Op>/kernel.cpp.
 #define MOE_OPERATORS(NAME)                       \
+  NAME(moe_adam_w)                                \
   NAME(moe_finalize_routing_v2)                   \
   NAME(moe_finalize_routing_v2_grad)              \
   NAME(moe_grouped_matmul)                        \

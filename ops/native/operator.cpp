@@ -165,19 +165,27 @@ void set_output(const OrtShapeInferContext* context, std::size_t index, const Te
   ort::check(ort::ShapeInferContext_SetOutputTypeShape(context, index, raw));
 }
 
-// What is refused while shapes are inferred is refused again, in words, by the run: the runtime passes over it here. But
-// it takes the outputs for what the last input of free type is, such as a routing map, and then refuses the node for it.
-void set_types(const Spec& spec, const Infos& given, const OrtShapeInferContext* context) {
+// What the runtime takes outputs for of which nothing is said: what the last input of free type is.
+Type guessed_type(const Spec& spec, const Infos& given) {
   Type guess = Type::undefined;
   for (std::size_t i = 0; i < given.size(); ++i) {
     if (given[i].there && spec.inputs[i].kind != Kind::indices) guess = given[i].type;
   }
+  return guess;
+}
+
+// What is refused while shapes are inferred is refused again, in words, by the run: the runtime passes over it here. But
+// it guesses the outputs' types, from a routing map for example, and then refuses the node for it.
+void set_types(const Spec& spec, const Infos& given, const OrtShapeInferContext* context) {
+  const Type guess = guessed_type(spec, given);
   for (std::size_t i = 0; i < spec.outputs.size(); ++i) {
     const Arg& output = spec.outputs[i];
     const TensorInfo& source = given[std::size_t(output.like)].there ? given[std::size_t(output.like)] : given[0];
     if (output.kind != Kind::indices && source.there && source.type != guess) {
       const std::string axes = output.axes;
-      set_output(context, i, TensorInfo(source.type, Dims((axes.substr(0, axes.find(" |")).size() + 1) / 2)));
+      const std::size_t rank =
+          is_any(output.axes) ? source.shape.size() : (axes.substr(0, axes.find(" |")).size() + 1) / 2;
+      set_output(context, i, TensorInfo(source.type, Dims(rank)));
     }
   }
 }
@@ -203,7 +211,11 @@ OrtStatus* infer(const OrtCustomOp* op, OrtShapeInferContext* context) {
       set_types(spec, given, context);
       throw;
     }
-    for (std::size_t i = 0; i < made.size(); ++i) set_output(context, i, made[i]);
+    const Type guess = guessed_type(spec, given);
+    for (std::size_t i = 0; i < made.size(); ++i) {
+      // A type without a rank cannot be said: it would be a tensor without axes.
+      if (made[i].ranked || made[i].type != guess) set_output(context, i, made[i]);
+    }
   });
 }
 

@@ -35,6 +35,18 @@ struct Rows {
   void (*narrow)(T* out, const Wide<T>* in, std::size_t count);
 };
 
+// The factors of MoeAdamW, in their order.
+template <typename T>
+struct AdamW {
+  T beta1, weight1, beta2, weight2, rate, eps, kept;
+};
+
+// One pass over `count` elements: those of a new parameter and its moments, of the old ones and the gradient. Each
+// operation is rounded once. Outputs may be the inputs of the same place; null ones are not written.
+template <typename T>
+using AdamWStep = void (*)(const AdamW<T>& by, T* const (&out)[3], const T* parameter, const T* gradient,
+                           const T* exp_avg, const T* exp_avg_sq, std::size_t count);
+
 struct RowTable {
   const char* name;
   Rows<float> f32;
@@ -44,6 +56,8 @@ struct RowTable {
   // Copies bytes.
   void (*copy)(void* out, const void* in, std::size_t bytes);
   void (*copy_past)(void* out, const void* in, std::size_t bytes);  // past the caches
+  AdamWStep<float> adam_w_f32;
+  AdamWStep<double> adam_w_f64;
 };
 
 // An output of so many bytes is out of the caches before anyone reads it. Written past them, its lines are not read

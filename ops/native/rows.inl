@@ -2,6 +2,7 @@
 //
 // Written with the vector extensions of GCC and Clang. Only internal linkage here, see number.h.
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -354,6 +355,53 @@ Wide<T> scale_and_dot(T* out, const T* in, Wide<T> weight, const T* other, const
   return dot;
 }
 
+inline Floats root(Floats value) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_maskz_sqrt_ps(__mmask16(-1), (__m512)value);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_sqrt_ps((__m256)value);
+#else
+  for (int i = 0; i < kFloats; ++i) value[i] = std::sqrt(value[i]);
+  return value;
+#endif
+}
+
+inline Doubles root(Doubles value) {
+  for (int i = 0; i < kFloats / 2; ++i) value[i] = std::sqrt(value[i]);
+  return value;
+}
+
+inline float root(float value) { return std::sqrt(value); }
+inline double root(double value) { return std::sqrt(value); }
+
+// A vector or an element: V is either. All is loaded before anything is stored, as outputs may be inputs.
+template <typename V, typename T>
+inline void adam_w_at(const AdamW<T>& by, T* const (&out)[3], const T* parameter, const T* gradient, const T* exp_avg,
+                      const T* exp_avg_sq, std::size_t i) {
+  V p, g, m, v;
+  std::memcpy(&p, parameter + i, sizeof p);
+  std::memcpy(&g, gradient + i, sizeof g);
+  std::memcpy(&m, exp_avg + i, sizeof m);
+  std::memcpy(&v, exp_avg_sq + i, sizeof v);
+  m = m * by.beta1 + g * by.weight1;
+  v = v * by.beta2 + (g * g) * by.weight2;
+  p = p * by.kept - (m * by.rate) / (root(v) + by.eps);
+  if (out[0] != nullptr) std::memcpy(out[0] + i, &p, sizeof p);
+  if (out[1] != nullptr) std::memcpy(out[1] + i, &m, sizeof m);
+  if (out[2] != nullptr) std::memcpy(out[2] + i, &v, sizeof v);
+}
+
+template <typename T>
+void adam_w(const AdamW<T>& by, T* const (&out)[3], const T* parameter, const T* gradient, const T* exp_avg,
+            const T* exp_avg_sq, std::size_t count) {
+  constexpr std::size_t size = Vector<T>::size;
+  std::size_t i = 0;
+  for (; i + size <= count; i += size) {
+    adam_w_at<typename Vector<T>::type>(by, out, parameter, gradient, exp_avg, exp_avg_sq, i);
+  }
+  for (; i < count; ++i) adam_w_at<T>(by, out, parameter, gradient, exp_avg, exp_avg_sq, i);
+}
+
 template <typename T>
 constexpr Rows<T> rows_for() {
   return {sum<T>, weighted_sum<T>, biased_sum<T>, scale<T>,      scale_past<T>,
@@ -366,6 +414,7 @@ constexpr Rows<T> rows_for() {
 #define MOE_NAME(name) MOE_STRING(name)
 extern const RowTable MOE_ROWS = {
     MOE_NAME(MOE_ROWS), rows_for<float>(), rows_for<float16>(), rows_for<bfloat16>(), rows_for<double>(), copy, copy_past,
+    adam_w<float>,      adam_w<double>,
 };
 
 }  // namespace moe

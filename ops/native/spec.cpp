@@ -18,6 +18,7 @@ const char* axis_meaning(char letter) {
     case 'R': return "rows of expanded_x: T*K, or min(active_num, T*K)";
     case 'F': return "expert hidden size";
     case 'P': return "rows of permuted_tokens: N, or only as many as the routing map selects";
+    case 'S': return "factors of an update";
     default: return "?";
   }
 }
@@ -26,6 +27,7 @@ bool legal_dtype(Kind kind, Type type) {
   switch (kind) {
     case Kind::floats:
       return type == Type::float16 || type == Type::bfloat16 || type == Type::float32 || type == Type::float64;
+    case Kind::masters: return type == Type::float32 || type == Type::float64;
     case Kind::indices: return type == Type::int32;
     case Kind::maps: return type == Type::boolean || type == Type::int8;
   }
@@ -35,6 +37,7 @@ bool legal_dtype(Kind kind, Type type) {
 const char* legal_dtypes(Kind kind) {
   switch (kind) {
     case Kind::floats: return "float16, bfloat16, float32, float64";
+    case Kind::masters: return "float32, float64";
     case Kind::indices: return "int32";
     case Kind::maps: return "bool, int8";
   }
@@ -42,6 +45,12 @@ const char* legal_dtypes(Kind kind) {
 }
 
 const Dim kUnknown;
+
+// "axis H (hidden size)", "axis 1 (of any shape)"
+std::string axis_words(int axis) {
+  if (axis < 0) return words("axis ", -1 - axis, " (of any shape)");
+  return words("axis ", std::string(1, char(axis)), " (", axis_meaning(char(axis)), ")");
+}
 
 }  // namespace
 
@@ -67,6 +76,8 @@ const char* dtype_name(Type type) {
   }
   return "a dtype unknown to this library";
 }
+
+bool is_any(const char* signature) { return std::strcmp(signature, kAny) == 0; }
 
 std::string show(const Dims& shape) {
   std::string text = "[";
@@ -132,6 +143,17 @@ std::string Axes::Size::words() const {
 void Axes::read(std::initializer_list<Reading> tensors) {
   for (const Reading& one : tensors) {
     if (!one.tensor.there || !one.tensor.ranked) continue;
+    if (is_any(one.signature)) {
+      if (any_name_.empty()) {
+        any_name_ = one.name;
+        any_ = one.tensor.shape;
+      }
+      if (one.tensor.shape.size() != any_.size()) {
+        RankError(op_, ": '", one.name, "' must have the rank of '", any_name_, "', ", any_.size(), "-D, shape ",
+                  show(any_), ", got ", one.tensor.shape.size(), "-D, shape ", show(one.tensor.shape), ".");
+      }
+      continue;
+    }
     const std::size_t rank = (std::strlen(one.signature) + 1) / 2;  // letters with a space between
     if (one.tensor.shape.size() != rank) {
       RankError(op_, ": '", one.name, "' must be ", rank, "-D, [", one.signature, "], got ",
@@ -141,28 +163,36 @@ void Axes::read(std::initializer_list<Reading> tensors) {
   for (const Reading& one : tensors) {
     if (!one.tensor.there || !one.tensor.ranked) continue;
     for (std::size_t i = 0; i < one.tensor.shape.size(); ++i) {
-      put(one.signature[2 * i], {one.tensor.shape[i], "", one.name, one.signature, one.tensor.shape});
+      const int axis = is_any(one.signature) ? -1 - int(i) : one.signature[2 * i];
+      put(axis, {one.tensor.shape[i], "", one.name, one.signature, one.tensor.shape});
     }
   }
 }
 
 void Axes::bind(char letter, const Dim& size, const std::string& where) { put(letter, {size, where, "", "", {}}); }
 
-void Axes::put(char letter, Size size) {
-  auto [place, is_new] = sizes_.try_emplace(letter, size);
+void Axes::put(int axis, Size size) {
+  auto [place, is_new] = sizes_.try_emplace(axis, size);
   if (is_new) return;
   Size& before = place->second;
   if (before.dim.known() && size.dim.known() && before.dim.value != size.dim.value) {
-    ShapeError(op_, ": axis ", std::string(1, letter), " (", axis_meaning(letter), ") is ", before.dim.value, " in ",
-               before.words(), " but ", size.dim.value, " in ", size.words(), ". They must be equal.");
+    ShapeError(op_, ": ", axis_words(axis), " is ", before.dim.value, " in ", before.words(), " but ", size.dim.value,
+               " in ", size.words(), ". They must be equal.");
   }
   const bool nothing = !before.dim.known() && before.dim.name.empty();
   if (nothing || (!before.dim.known() && size.dim.known())) before = std::move(size);
 }
 
-const Dim& Axes::operator[](char letter) const {
-  const auto place = sizes_.find(letter);
+const Dim& Axes::size(int axis) const {
+  const auto place = sizes_.find(axis);
   return place == sizes_.end() ? kUnknown : place->second.dim;
+}
+
+TensorInfo Axes::any_shape(Type type) const {
+  if (any_name_.empty()) return TensorInfo(type);
+  Dims shape;
+  for (std::size_t i = 0; i < any_.size(); ++i) shape.push_back(size(-1 - int(i)));
+  return TensorInfo(type, std::move(shape));
 }
 
 Dim Axes::divide(char letter, const Dim& by, const char* what) const {
@@ -171,8 +201,7 @@ Dim Axes::divide(char letter, const Dim& by, const char* what) const {
   if (!size.known() || !by.known()) return {};
   if (by.is(0) && size.is(0)) return 0;
   if (by.is(0) || size.value % by.value != 0) {
-    ShapeError(op_, ": ", sizes_.at(letter).words(), ": axis ", std::string(1, letter), " (", axis_meaning(letter),
-               ") must be divisible by ", what, ", got ", size.value, " and ", by.value, ".");
+    ShapeError(op_, ": ", sizes_.at(letter).words(), ": ", axis_words(letter), " must be divisible by ", what, ", got ", size.value, " and ", by.value, ".");
   }
   return size.value / by.value;
 }

@@ -37,13 +37,18 @@ struct TensorInfo {
   std::int64_t selected = -1;  // how many elements of a routing map are non-zero, if counted
 
   TensorInfo() = default;
+  explicit TensorInfo(Type dtype) : there(true), type(dtype) {}
   TensorInfo(Type dtype, Dims sizes) : there(true), type(dtype), ranked(true), shape(std::move(sizes)) {}
   bool empty_pair() const { return ranked && shape.size() == 2 && shape[0].is(0) && shape[1].is(0); }
 };
 
 using Infos = std::vector<TensorInfo>;
 
-enum class Kind { floats, indices, maps };
+// masters: what is summed up over many steps, float32 or float64.
+enum class Kind { floats, masters, indices, maps };
+
+constexpr const char* kAny = "...";  // the signature of a tensor of any rank
+bool is_any(const char* signature);
 
 struct Arg {
   const char* name;
@@ -113,7 +118,8 @@ inline TensorInfo where_present(const TensorInfo& info) {
 void require_same_dtype(const char* op, const char* first, const TensorInfo& a, const char* second,
                         const TensorInfo& b, const char* allowed = "");
 
-// Reads shapes by signature and remembers what each axis letter is: one letter, one size in one call.
+// Reads shapes by signature and remembers what each axis letter is: one letter, one size in one call, and for "..."
+// one shape, whose axes are called 0, 1, ...
 class Axes {
  public:
   struct Reading {
@@ -127,7 +133,9 @@ class Axes {
   void read(std::initializer_list<Reading> tensors);
   // Says that a letter is `size`; refuses it if it is already another number.
   void bind(char letter, const Dim& size, const std::string& where);
-  const Dim& operator[](char letter) const;
+  const Dim& operator[](char letter) const { return size(letter); }
+  // The shape of the tensors of any shape, of a dtype, as far as it is known.
+  TensorInfo any_shape(Type type) const;
   // The size of a letter divided by `by`, which must leave no rest.
   Dim divide(char letter, const Dim& by, const char* what) const;
 
@@ -141,10 +149,14 @@ class Axes {
     Dims shape;
     std::string words() const;
   };
-  void put(char letter, Size size);
+  // Axes of "..." are below 0: -1, -2, ...
+  void put(int axis, Size size);
+  const Dim& size(int axis) const;
 
   const char* op_;
-  std::map<char, Size> sizes_;
+  std::map<int, Size> sizes_;
+  std::string any_name_;  // the first tensor of any shape
+  Dims any_;
 };
 
 }  // namespace moe

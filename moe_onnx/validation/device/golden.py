@@ -99,10 +99,16 @@ def golden_case(
         raise OptionError(
             f"golden: probs_dtype must be dtype, or float32 beside bfloat16, got {weights} and {dtype}."
         )
+    if dtype not in (takes := BY_NAME[op].inputs[0].dtypes):
+        raise OptionError(f"golden: dtype of {op} must be {_of(takes)}, got {dtype!r}.")
     size = _sizes(sizes)
     make = MAKERS[op][0]
     call = make(Making(Draw(seed, exact=exact), size, DTYPES[dtype], DTYPES[weights]), mode)
     return _entries(op, mode, call, {"seed": seed, "exact": exact, "sizes": asdict(size)})
+
+
+def _of(dtypes: tuple[str, ...]) -> str:
+    return " or ".join(name for name in dtypes if name in DTYPES)
 
 
 def _sizes(given: Mapping[str, int]) -> Sizes:

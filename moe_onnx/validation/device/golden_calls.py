@@ -203,6 +203,16 @@ def _grouped_weight_grad(m: Making, mode: str) -> Call:
     return Call(inputs, {"transpose_weight": int(mode == "transposed")})
 
 
+def _update(m: Making, mode: str) -> Call:
+    s = m.sizes
+    shape = (s.experts, s.width, s.hidden)
+    inputs = {name: m.floats(*shape) for name in ("parameter", "gradient", "exp_avg")}
+    inputs["exp_avg_sq"] = np.square(m.floats(*shape))
+    # The fourth step of AdamW without and with decay, of a clipped gradient.
+    factors = [0.9, 0.05, 0.999, 0.00025, 1.8e-4, 6.3e-10, 0.9999 if mode == "decay" else 1.0]
+    return Call({**inputs, "factors": np.array(factors, m.rows)}, {})
+
+
 _BY_MAP = ("dropless", "dropless_no_probs", "fewer_experts", "drop_pad", "drop_pad_no_probs")
 MAKERS: dict[str, tuple[Callable[[Making, str], Call], tuple[str, ...]]] = {
     "MoeInitRoutingV2": (
@@ -243,4 +253,5 @@ MAKERS: dict[str, tuple[Callable[[Making, str], Call], tuple[str, ...]]] = {
     ),
     "MoeGroupedMatmul": (_grouped, ("plain", "transposed")),
     "MoeGroupedMatmulWeightGrad": (_grouped_weight_grad, ("plain", "transposed")),
+    "MoeAdamW": (_update, ("plain", "decay")),
 }

@@ -216,6 +216,7 @@ RULES: dict[str, Callable[[MoeNode], list[Rule]]] = {
     "MoeFinalizeRoutingV2Grad": _finalize,
     "MoeGroupedMatmul": _groups,
     "MoeGroupedMatmulWeightGrad": _groups,
+    "MoeAdamW": _no_indices,
 }
 
 

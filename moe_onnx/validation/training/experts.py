@@ -9,8 +9,9 @@ from onnx import NodeProto
 from moe_onnx.validation.findings import Finding, Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
-from moe_onnx.validation.training.flow import Flow, int_attribute, is_op
+from moe_onnx.validation.training.flow import Flow
 from moe_onnx.validation.training.gradients import loss_of, prepared
+from moe_onnx.validation.training.nodes import int_attribute, is_op
 from moe_onnx.validation.training.prepared import Training, as_one, few
 
 LOST = code(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from onnx import AttributeProto, GraphProto, NodeProto, helper, numpy_helper
+from onnx import NodeProto, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
-from moe_onnx.validation.subject import Scope, Subject, normal_domain
+from moe_onnx.validation.subject import Scope, Subject
+from moe_onnx.validation.training.elements import by_element
+from moe_onnx.validation.training.nodes import is_op, subgraphs_of
 
 # Their outputs say nothing of an input's values.
 _SIZES = frozenset({"Shape", "Size"})
@@ -42,7 +44,7 @@ class Flow:
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
-        self.nodes = [part for node in scope.nodes for part in _by_element(node)]
+        self.nodes = by_element(scope)
         self.inputs = frozenset(scope.inputs)
         self.maker: dict[str, int] = {}
         self.users: dict[str, list[int]] = {}
@@ -179,58 +181,9 @@ def _flow(subject: Subject) -> Flow:
     return Flow(subject.main)
 
 
-def is_op(node: NodeProto, names: Collection[str]) -> bool:
-    """Whether a node is one of ONNX's own operators of these names."""
-    return node.op_type in names and normal_domain(node.domain) == ""
-
-
-def int_attribute(node: NodeProto, name: str, default: int) -> int:
-    """An integer attribute."""
-    for attribute in node.attribute:
-        if attribute.name == name:
-            return int(attribute.i)
-    return default
-
-
-def _by_element(node: NodeProto) -> list[NodeProto]:
-    """The node; of a Scan that takes slices and hands nothing on to the next, the nodes of its body.
-
-    An optimizer updates large weights so, one slice after the other: what a slice depends on, all do.
-    """
-    attributes = {attribute.name: attribute for attribute in node.attribute}
-    body = attributes.get("body")
-    if (
-        not is_op(node, ("Scan",))
-        or body is None
-        or int_attribute(node, "num_scan_inputs", 0) != len(node.input)
-    ):
-        return [node]
-    graph = body.g
-    if len(graph.input) != len(node.input) or len(graph.output) != len(node.output):
-        return [node]
-    if not node.output or len(attributes) > 2 or any(_subgraphs_of(inner) for inner in graph.node):
-        return [node]  # directions and axes of its own
-    own = {value.name for value in graph.input} | {name for inner in graph.node for name in inner.output}
-    inside = {name: f"{node.output[0]}/{name}" for name in own if name}
-    parts = [
-        helper.make_node("Identity", [given], [inside.get(value.name, "")], f"{node.name}/{value.name}")
-        for given, value in zip(node.input, graph.input, strict=True)
-    ]
-    for inner in graph.node:
-        part = NodeProto()
-        part.CopyFrom(inner)
-        for names in (part.input, part.output):
-            names[:] = [inside.get(name, name) for name in names]
-        parts.append(part)
-    return parts + [
-        helper.make_node("Identity", [inside.get(value.name, value.name)], [made], f"{node.name}/{made}")
-        for value, made in zip(graph.output, node.output, strict=True)
-    ]
-
-
 def _outer_names(node: NodeProto) -> list[str]:
     """Names that the subgraphs of a node read from outside."""
-    graphs = _subgraphs_of(node)
+    graphs = subgraphs_of(node)
     read: list[str] = []
     own: set[str] = set()
     while graphs:
@@ -240,14 +193,5 @@ def _outer_names(node: NodeProto) -> list[str]:
         for inner in graph.node:
             read += inner.input
             own.update(inner.output)
-            graphs += _subgraphs_of(inner)
+            graphs += subgraphs_of(inner)
     return [name for name in read if name not in own]
-
-
-def _subgraphs_of(node: NodeProto) -> list[GraphProto]:
-    graphs: list[GraphProto] = []
-    for attribute in node.attribute:
-        if attribute.type == AttributeProto.GRAPH:
-            graphs.append(attribute.g)
-        graphs.extend(attribute.graphs)
-    return graphs

@@ -9,7 +9,8 @@ from moe_onnx.build.manifest import ParameterInfo
 from moe_onnx.validation.findings import Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
-from moe_onnx.validation.training.flow import MOVES, Flow, flow_of, int_attribute, is_op
+from moe_onnx.validation.training.flow import MOVES, Flow, flow_of
+from moe_onnx.validation.training.nodes import int_attribute, is_op
 from moe_onnx.validation.training.prepared import Training, few, training_of
 
 GRADIENT_LOST = code(

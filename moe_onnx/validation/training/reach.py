@@ -10,8 +10,9 @@ from moe_onnx.build.config import MoeLMConfig
 from moe_onnx.validation.findings import Outcome, Skipped
 from moe_onnx.validation.registry import check, code
 from moe_onnx.validation.subject import Subject
-from moe_onnx.validation.training.flow import Flow, is_op
+from moe_onnx.validation.training.flow import Flow
 from moe_onnx.validation.training.gradients import gradient_parts, loss_of, prepared
+from moe_onnx.validation.training.nodes import is_op
 from moe_onnx.validation.training.prepared import Training
 
 UNUSED = code(

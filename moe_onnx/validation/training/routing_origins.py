@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from onnx import NodeProto
 
-from moe_onnx.validation.training.flow import MOVES, Flow, is_op
+from moe_onnx.validation.training.flow import MOVES, Flow
+from moe_onnx.validation.training.nodes import is_op
 from moe_onnx.validation.training.operators import OURS
 
 INIT, PERMUTE = "MoeInitRoutingV2", "MoeTokenPermuteWithRoutingMap"
