@@ -47,8 +47,8 @@ LM: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts": 8, "moe_intermediate_size": 512}
 # Name, config's options, batch; the first with products of each expert, the other with one for all.
 MODELS = {
-    "unrolled": ({**LM, **EXPERTS}, (4, 256)),
-    "grouped": ({**LM, **EXPERTS, "unroll_experts": 0}, (4, 256)),
+    "unrolled": ({**LM, **EXPERTS}, (4, 128)),
+    "grouped": ({**LM, **EXPERTS, "unroll_experts": 0}, (4, 128)),
 }
 # Operators that training graphs have, by inputs: one tensor, two, or one and integers.
 ONE = "Neg Sqrt Exp Sigmoid Relu Gelu Erf Tanh Softplus Softmax LogSoftmax Identity Transpose ReduceSum"

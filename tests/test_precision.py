@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 from onnx import TensorProto
 from routes import one_thread
@@ -174,6 +175,18 @@ def test_rounding_takes_place_and_is_of_the_size_of_the_dtype(dtype: str) -> Non
 
 
 @BOTH
+def test_optimisation_drops_no_rounding(dtype: str) -> None:
+    """onnxruntime's optimisers know of pairs of Casts: those that round have to stay."""
+    losses = []
+    for level in (ort.GraphOptimizationLevel.ORT_DISABLE_ALL, ort.GraphOptimizationLevel.ORT_ENABLE_ALL):
+        options = one_thread()
+        options.graph_optimization_level = level
+        losses.append(session(dtype, sess_options=options, kernels="body").step(batch())["loss"])
+    apart = abs(session("float32").step(batch())["loss"] - losses[1])
+    assert abs(losses[0] - losses[1]) < 0.1 * apart > 0
+
+
+@BOTH
 def test_training_by_every_route(dtype: str) -> None:
     routes = ["body", "python", *(["native"] if not moe_onnx.kernels.native.unavailable() else [])]
     losses = []
@@ -324,3 +337,22 @@ def test_states_that_are_none() -> None:
     for bad in ([0.0, 0, 0], [1.0, -1, 0], [1.0, 0.5, 0], [np.nan, 0, 0], [1.0]):
         with pytest.raises(CheckpointError, match="'loss_scale' must be a positive scale and two counts"):
             train.load_state_dict({**train.state_dict(), "loss_scale": np.array(bad)})
+
+
+@BOTH
+@pytest.mark.parametrize("tokens_of_batch", [0, 1])
+def test_hardly_any_tokens(dtype: str, tokens_of_batch: int) -> None:
+    """Experts without rows, and no rows at all: gradients are exact zeros, the loss is a number."""
+    graph = layer_graph(dtype)
+    shape = (tokens_of_batch, 12)
+    feed: dict[str, Any] = {name: np.ones(shape, np.float32) for name in ("hidden_states", "target")}
+    feed |= graph.init_parameters(0)
+    if dtype == "float16":
+        feed["loss_scale"] = np.array(1024, np.float32)
+    run = moe_onnx.InferenceSession(graph.models["grad"], one_thread(), kernels="body").run
+    names = ["loss", "expert_load", "experts.gate_up_proj.grad", "experts.down_proj.grad"]
+    loss, load, *grads = run(names, feed)
+    assert np.isfinite(loss) and load.sum() == 2 * tokens_of_batch
+    for grad in grads:
+        assert np.isfinite(grad).all() and not grad[load[0] == 0].any()
+        assert grad[load[0] > 0].any() == bool(tokens_of_batch)

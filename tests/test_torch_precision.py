@@ -128,6 +128,14 @@ def gaps(got: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
     return {n: float(np.linalg.norm(got[n] - v)) / max(norms[n], 1e-3 * largest) for n, v in want.items()}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_validation_has_nothing_to_say(dtype: str) -> None:
+    """By every route, with other sizes, threads and batches; here as it takes its time."""
+    graph = moe_onnx.build_training_graph(tiny_lm(num_hidden_layers=1, dtype=dtype), assembly="grad")
+    report = moe_onnx.validate(graph.model, level="run")
+    assert report.ok and not report.findings, report.codes
+
+
 def check(way: str, got: tuple[Any, ...], want: tuple[Any, ...], eps: float) -> None:
     limits = TOLERANCES[way]
     np.testing.assert_allclose(got[0], want[0], rtol=limits["loss"] * eps)
