@@ -178,9 +178,10 @@ def _layers_frame(rows: Sequence[str], done: Inspection, width: int) -> str:
     assert all(folded(name) != name for name in layers)
     top, bottom = _TOP + inside[0] * _ROW - 8, _TOP + inside[-1] * _ROW + _BOX + 8
     middle = (top + bottom) // 2
+    said = f"{number} layer{'s' * (number > 1)}"
     return (
         f'<rect x="{_LEFT}" y="{top}" width="{width - 2 * _LEFT}" height="{bottom - top}" rx="10" '
         'fill="none" stroke="#999" stroke-dasharray="5 4"/>'
         f'<text x="{_LEFT + 20}" y="{middle}" text-anchor="middle" '
-        f'transform="rotate(-90 {_LEFT + 20} {middle})" style="font-weight:600">{number} layers</text>'
+        f'transform="rotate(-90 {_LEFT + 20} {middle})" style="font-weight:600">{said}</text>'
     )
