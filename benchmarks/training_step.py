@@ -4,7 +4,8 @@ One run, one machine, the same weights and batch, two threads each, float32. Con
 blocks of steps; the first of a block are not counted, as threads of the contender before may still
 spin. Figures are medians, ratios are of the blocks' medians. Peak memory is that of a fresh process for
 each contender. The overhead of ``TrainingSession.step`` is measured against the same two graphs run
-bare, bound in the same way.
+bare, bound in the same way. "native form" is a graph built for native kernels (one MoeGroupedMatmul a
+product, one MoeAdamW a parameter), "portable" the default, run by native kernels or by function bodies.
 
     pip install -e ".[parity]"
     python benchmarks/training_step.py                 # all sizes, prints a table; "many" takes 20 GB
@@ -39,13 +40,14 @@ from moe_onnx.kernels import native
 from moe_onnx.runtime.training_session import default_options
 
 THREADS = 2
-GROUPED, PORTABLE, UNROLLED = 0, 16, 1024  # up to how many experts get nodes of their own
-# Kernels, assembly, unroll_experts.
-OURS = {
-    "onnxruntime, native": ("native", "grad+apply", GROUPED),
-    "onnxruntime, native, step": ("native", "step", GROUPED),
-    "onnxruntime, native, unrolled": ("native", "grad+apply", UNROLLED),
-    "onnxruntime, body": ("body", "grad+apply", PORTABLE),
+UNROLLED = 1024  # up to how many experts get nodes of their own
+# Kernels, assembly, the graph's form, unroll_experts.
+OURS: dict[str, tuple[str, str, str, int | None]] = {
+    "onnxruntime, native form": ("native", "grad+apply", "native", None),
+    "onnxruntime, native form, step": ("native", "step", "native", None),
+    "onnxruntime, native, unrolled": ("native", "grad+apply", "native", UNROLLED),
+    "onnxruntime, portable, native": ("native", "grad+apply", "body", None),
+    "onnxruntime, portable, bodies": ("body", "grad+apply", "body", None),
 }
 TORCH = tuple(
     f"torch, {experts}, AdamW {optimizer}"
@@ -82,7 +84,7 @@ def main() -> None:
 
 def report(size: str, blocks: int) -> None:
     tokens, config = SIZES[size]
-    names = (*(name for name in OURS if not native.unavailable() or "native" not in name), *TORCH)
+    names = (*(name for name in OURS if not native.unavailable() or OURS[name][0] != "native"), *TORCH)
     if size == "many":
         medians = one_at_a_time(names, size, blocks)
     else:
@@ -142,10 +144,10 @@ def batch_of(size: str) -> dict[str, Any]:
 
 
 def training_session(name: str, size: str) -> moe_onnx.TrainingSession:
-    kernels, assembly, unroll = OURS[name]
+    kernels, assembly, form, unroll = OURS[name]
     config = dataclasses.replace(SIZES[size][1], unroll_experts=unroll)
     optimizer = moe_onnx.AdamW(max_grad_norm=None)
-    graph = moe_onnx.build_training_graph(config, assembly=assembly, optimizer=optimizer)
+    graph = moe_onnx.build_training_graph(config, assembly=assembly, optimizer=optimizer, optimize_for=form)
     options = default_options(THREADS)
     return moe_onnx.TrainingSession(graph, kernels=kernels, sess_options=options)
 

@@ -88,7 +88,7 @@ def in_place(session: Any, inputs: list[Any]) -> list[Any]:
     return [values[at].numpy().copy() for at in (0, 2, 3)]
 
 
-@pytest.mark.parametrize("route", ["body", "python", *NATIVE])
+@pytest.mark.parametrize("route", ["body", *NATIVE])
 @all_of("threads", [1, 2, 3])
 def test_outputs_may_share_the_memory_of_inputs(route: str, threads: int) -> None:
     """As a training session binds them, also where threads share the work: no element is read after it."""
