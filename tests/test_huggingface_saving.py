@@ -327,3 +327,25 @@ def test_text_by_a_tokenizer(model: Path, tmp_path: Path) -> None:
         tokenizer.encode_file(tmp_path / "book.txt", 16)
     (tmp_path / "words/tokenizer.json").write_text("{}")
     assert "is no tokenizer" in run(*words, "-o", tmp_path / "more", code=2).output
+
+
+@pytest.mark.parity
+def test_eval_and_generate_take_the_tokenizer_of_the_run(source: Path, tmp_path: Path) -> None:
+    """``--tokenizer`` comes first, then the run's own, then the model's; never bytes for such a model."""
+    model = moe_onnx.from_pretrained(source).save(tmp_path / "all")
+    write_tokenizer(model / "huggingface", WORDS)
+    (tmp_path / "book.txt").write_text("a b c d " * 40)
+    how = ["--text", tmp_path / "book.txt", "--batch-size", 2, "--sequence-length", 8]
+    run("train", model, *how, "--steps", 2, "-o", tmp_path / "run")
+    said = run("eval", model, "--checkpoint", tmp_path / "run", *how).output
+    assert "160 tokens" in said
+    assert "bits per byte" not in said
+    words = ["generate", model, "--checkpoint", tmp_path / "run", "--prompt", "a b", "--max-new-tokens", 3]
+    text = run(*words, "--temperature", 0).stdout
+    ids = run(*words[:4], "--prompt-ids", "0,1", *words[6:], "--temperature", 0).stdout
+    vocabulary = dict(enumerate(WORDS))
+    assert text.split() == [vocabulary.get(int(one), "") for one in ids.strip().split(",") if int(one) < 5]
+    write_tokenizer(tmp_path / "large", [*WORDS, *(f"w{i}" for i in range(1000))])
+    assert "its ids go up to" in run(*words, "--tokenizer", tmp_path / "large", code=2).output
+    said = run(*words[:4], "--prompt-ids", "0", "--tokenizer", model / "huggingface", code=2).output
+    assert "--tokenizer is for --prompt" in said

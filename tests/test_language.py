@@ -16,7 +16,7 @@ from tiny_graph import TinyGraph, V
 
 import moe_onnx
 from moe_onnx.cli import main
-from moe_onnx.runtime.codec import codec_of
+from moe_onnx.runtime.codec import ByteCodec
 from moe_onnx.runtime.evaluation import evaluate_tokens
 from moe_onnx.runtime.generate import probabilities
 
@@ -172,12 +172,12 @@ def test_what_is_drawn_from() -> None:
 
 
 def test_bytes_are_tokens() -> None:
-    codec = codec_of(256)
+    codec = ByteCodec(256)
     assert codec.encode("a\n\N{EURO SIGN}") == [97, 10, 0xE2, 0x82, 0xAC]
     assert codec.decode([97, 0xE2, 0x82, 0xAC]) == "a\N{EURO SIGN}"
-    assert codec_of(300).decode([97, 256, 98]) == "a\N{REPLACEMENT CHARACTER}b"
+    assert ByteCodec(300).decode([97, 256, 98]) == "a\N{REPLACEMENT CHARACTER}b"
     with pytest.raises(moe_onnx.OptionError, match=r"\[0, 100\), got 120 at position 1"):
-        codec_of(100).encode("ax")
+        ByteCodec(100).encode("ax")
 
 
 def test_wrong_usage(tiny: Path, ids: Path, trained: Path, moe: Any, tmp_path: Path) -> None:

@@ -427,3 +427,19 @@ def test_a_step_of_a_real_layer() -> None:
         train.step({**feed, "target": feed["target"][:, :7]})
     with pytest.raises(BatchError, match="must be float32.*got float64"):
         train.step({**feed, "target": np.ones((16, 8))})
+
+
+@pytest.mark.parametrize(
+    ("assembly", "copies"), [("", 1), ("grad+apply", 3), ("step", 4)], ids=["eval", "grad+apply", "step"]
+)
+def test_what_the_machine_cannot_hold_is_refused(
+    assembly: str, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one state a parameter. The process would be ended in the middle of filling them."""
+    graph = TinyGraph("grad", "apply", "step")
+    need = copies * 4 * graph.manifest.num_parameters
+    monkeypatch.setattr("moe_onnx.runtime.memory.memory_limit", lambda: need - 1)
+    with pytest.raises(moe_onnx.ModelError, match=rf"take {need / 1e9:.1f} GB, and this machine has"):
+        moe_onnx.TrainingSession(graph, assembly=assembly)
+    monkeypatch.setattr("moe_onnx.runtime.memory.memory_limit", lambda: need)
+    moe_onnx.TrainingSession(graph, assembly=assembly)

@@ -201,7 +201,7 @@ def train(
         raise OptionError(
             "moe-onnx train trains language models; train a layer with moe_onnx.TrainingSession."
         )
-    reader = huggingface.reader_of(text, tokenizer, built)
+    reader = None if text is None else huggingface.tokenizer_of(tokenizer, built)
     source = (text or tokens) if reader is None else huggingface.tokens_of(reader, text, built)  # type: ignore[arg-type]
     data = TokenDataset(
         source,  # type: ignore[arg-type]  # one of them is given

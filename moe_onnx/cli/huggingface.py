@@ -49,17 +49,24 @@ def origin_folder(graph: TrainingGraph) -> Path | None:
     return find_origin(graph.weights.folder) if isinstance(graph.weights, StoredWeights) else None
 
 
-def reader_of(text: Path | None, tokenizer: Path | None, graph: TrainingGraph) -> Tokenizer | None:
-    """What reads a text: the tokenizer that is given, or the model's own; None: its bytes are the tokens."""
+def tokenizer_of(given: Path | None, graph: TrainingGraph, run: Path | None = None) -> Tokenizer | None:
+    """The tokenizer that is given, or a run's, or the model's own; None: bytes are the tokens."""
+    if given is not None:
+        return Tokenizer(given)
+    if run is not None:
+        place = run.resolve()
+        for folder in (place, *list(place.parents)[:3]):
+            if (folder / ORIGIN / FILE).is_file():
+                return Tokenizer(folder / ORIGIN)
     origin = origin_folder(graph)
-    if text is None or (tokenizer is None and origin is None):
+    if origin is None:
         return None
-    if tokenizer is None and origin is not None and not (origin / FILE).exists():
+    if not (origin / FILE).exists():
         raise OptionError(
             f"The model comes from a checkpoint without '{FILE}', and its tokens are no bytes. Give its "
-            "--tokenizer, or token ids (--tokens)."
+            "--tokenizer, or token ids."
         )
-    return Tokenizer(tokenizer or origin)  # type: ignore[arg-type]  # one of them is given
+    return Tokenizer(origin)
 
 
 def tokens_of(reader: Tokenizer, text: Path, graph: TrainingGraph) -> np.ndarray[Any, Any]:

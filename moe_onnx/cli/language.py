@@ -14,11 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from moe_onnx.build.manifest import Manifest
+from moe_onnx.cli import huggingface
 from moe_onnx.cli.heatmap import write_heatmap
 from moe_onnx.cli.options import CONSOLE, WORK_FAILED
 from moe_onnx.errors import ModelError, OptionError
 from moe_onnx.runtime.checkpoint import has_checkpoint
-from moe_onnx.runtime.codec import codec_of
+from moe_onnx.runtime.codec import ByteCodec, Codec
 from moe_onnx.runtime.data import BIN_DTYPES, read_tokens
 from moe_onnx.runtime.evaluation import Evaluation, evaluate_tokens
 from moe_onnx.runtime.generate import generate as generate_tokens
@@ -28,12 +29,18 @@ from moe_onnx.validation.findings import json_text
 
 FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
+TOKENIZER = click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path, exists=True),
+    help="Folder with tokenizer.json. Default: that of the run, or of the checkpoint the model comes from.",
+)
 CHECKPOINT_HELP = "A run, or a checkpoint in one; default: that of a run, else the graph's first weights."
 
 
 @click.command(name="eval")
 @click.argument("graph", type=FOLDER)
-@click.option("--text", type=FILE, help="Evaluate on the bytes of this file.")
+@click.option("--text", type=FILE, help="Evaluate on this file: its bytes, or its tokens by a tokenizer.")
+@TOKENIZER
 @click.option("--tokens", type=FILE, help="Evaluate on the token ids of a .npy or .bin file.")
 @click.option("--dtype", type=click.Choice(BIN_DTYPES), help="Of a .bin file; default: uint16.")
 @click.option("--checkpoint", type=FOLDER, help=CHECKPOINT_HELP)
@@ -49,6 +56,7 @@ CHECKPOINT_HELP = "A run, or a checkpoint in one; default: that of a run, else t
 def evaluate(
     graph: Path,
     text: Path | None,
+    tokenizer: Path | None,
     tokens: Path | None,
     dtype: str | None,
     checkpoint: Path | None,
@@ -76,7 +84,14 @@ def evaluate(
     if (text is None) == (tokens is None):
         raise click.UsageError("Give either --text or --tokens.")
     session, said = opened(graph, checkpoint, "eval", kernels, threads)
+    reader = None
+    if text is not None:
+        reader = huggingface.tokenizer_of(tokenizer, session.graph, checkpoint or graph)
+    elif tokenizer is not None:
+        raise click.UsageError("--tokenizer is for --text.")
     source: Any = text if text is not None else tokens
+    if reader is not None:
+        source = huggingface.tokens_of(reader, source, session.graph)
     _, ids = read_tokens(source, session.manifest.config["vocab_size"], dtype)
     bar = Progress(
         TextColumn("batch"),
@@ -110,7 +125,7 @@ def evaluate(
     if as_json:
         click.echo(json_text(_plain(done, said)), nl=False)
     else:
-        _print(done, said, seconds, is_bytes=text is not None)
+        _print(done, said, seconds, is_bytes=text is not None and reader is None)
         if load_svg is not None:
             CONSOLE.print(f"written: {load_svg}", markup=False, soft_wrap=True)
     sys.exit(0 if math.isfinite(done.loss) else WORK_FAILED)
@@ -118,8 +133,9 @@ def evaluate(
 
 @click.command()
 @click.argument("graph", type=FOLDER)
-@click.option("--prompt", help="Text to go on with; its bytes are the tokens.")
+@click.option("--prompt", help="Text to go on with: its bytes, or its tokens by a tokenizer.")
 @click.option("--prompt-ids", help="Token ids to go on with, such as 1,15,27; ids are printed as well.")
+@TOKENIZER
 @click.option("--checkpoint", type=FOLDER, help=CHECKPOINT_HELP)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=200, show_default=True)
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="0: the most likely token.")
@@ -135,6 +151,7 @@ def generate(
     graph: Path,
     prompt: str | None,
     prompt_ids: str | None,
+    tokenizer: Path | None,
     checkpoint: Path | None,
     max_new_tokens: int,
     temperature: float,
@@ -162,12 +179,14 @@ def generate(
         raise click.UsageError("Give either --prompt or --prompt-ids.")
     session, said = opened(graph, checkpoint, "forward", kernels, threads)
     vocabulary = session.manifest.config["vocab_size"]
-    codec = codec_of(vocabulary)
     if prompt_ids is not None:
-        ids = _ids(prompt_ids, vocabulary)
+        if tokenizer is not None:
+            raise click.UsageError("--tokenizer is for --prompt.")
+        codec, ids = None, _ids(prompt_ids, vocabulary)
     else:
+        codec = _codec(tokenizer, session, checkpoint or graph)
         ids = codec.encode(prompt or "")
-        if vocabulary != 256:
+        if isinstance(codec, ByteCodec) and vocabulary != 256:
             said += f"; the prompt is taken as {codec.name}, and the model knows {vocabulary} tokens"
     click.echo(said, err=True)
     done = generate_tokens(
@@ -180,7 +199,17 @@ def generate(
         seed=seed,
         context=context,
     )
-    click.echo(",".join(map(str, done)) if prompt_ids is not None else codec.decode(done))
+    click.echo(",".join(map(str, done)) if codec is None else codec.decode(done))
+
+
+def _codec(tokenizer: Path | None, session: TrainingSession, run: Path) -> Codec:
+    """What makes token ids of a prompt: a tokenizer, or bytes where there is none."""
+    vocabulary = session.manifest.config["vocab_size"]
+    reader = huggingface.tokenizer_of(tokenizer, session.graph, run)
+    if reader is None:
+        return ByteCodec(vocabulary)
+    reader.check_fits(vocabulary)
+    return reader
 
 
 def opened(
@@ -211,7 +240,9 @@ def opened(
         options = default_options(threads)
         session = TrainingSession(graphs, kernels=kernels, sess_options=options, assembly="")
         if found is None:
-            return session, "weights: the first ones, nothing was trained (give --checkpoint)"
+            came = session.graph.weights is not None
+            which = "those that came with the graph" if came else "the first ones"
+            return session, f"weights: {which}, nothing was trained (give --checkpoint)"
         place = found / "checkpoint" if has_checkpoint(found / "checkpoint") else found
         session.load_checkpoint(place)
     return session, f"weights: step {session.global_step} of {place}"

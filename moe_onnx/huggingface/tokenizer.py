@@ -52,9 +52,26 @@ class Tokenizer:
         self._tokenizer.no_truncation()
 
     @property
+    def name(self) -> str:
+        """What people are told of it."""
+        return f"tokens of {self.path}"
+
+    @property
     def vocab_size(self) -> int:
         """One more than the largest id it gives."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def check_fits(self, vocab_size: int) -> None:
+        """Refuse a tokenizer that gives ids which a model does not know.
+
+        Raises:
+            OptionError: If its largest id is not below ``vocab_size``.
+        """
+        if self.vocab_size > vocab_size:
+            raise OptionError(
+                f"{self.path}: its ids go up to {self.vocab_size - 1}, and the model's vocab_size is "
+                f"{vocab_size}. Give the tokenizer of the model."
+            )
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without the tokens that mark a beginning or an end."""
@@ -75,11 +92,7 @@ class Tokenizer:
             OptionError: If the tokenizer is of another model.
             DataError: If the file is empty, or no UTF-8.
         """
-        if self.vocab_size > vocab_size:
-            raise OptionError(
-                f"{self.path}: its ids go up to {self.vocab_size - 1}, and the model's vocab_size is "
-                f"{vocab_size}. Give the tokenizer of the model."
-            )
+        self.check_fits(vocab_size)
         try:
             text = Path(path).read_text("utf-8")
         except UnicodeDecodeError as error:

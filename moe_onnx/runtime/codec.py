@@ -59,8 +59,3 @@ class ByteCodec:
             parts += [run.decode("utf-8", "replace"), "\N{REPLACEMENT CHARACTER}"]
             run = bytearray()
         return "".join([*parts, run.decode("utf-8", "replace")])
-
-
-def codec_of(vocab_size: int) -> Codec:
-    """The codec of a model: bytes, where nothing else is known."""
-    return ByteCodec(vocab_size)

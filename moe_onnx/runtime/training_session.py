@@ -20,6 +20,7 @@ from moe_onnx.runtime.batch import checked_batch
 from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
 from moe_onnx.runtime.interrupts import interrupts_deferred
 from moe_onnx.runtime.loss_scale import LossScale, Scaler
+from moe_onnx.runtime.memory import check_memory
 from moe_onnx.runtime.register import choose
 from moe_onnx.runtime.session import InferenceSession
 from moe_onnx.runtime.training_state import (
@@ -81,7 +82,7 @@ class TrainingSession:
 
     Raises:
         OptionError: If an option is none of these.
-        ModelError: If the graph lacks an assembly.
+        ModelError: If the graph lacks an assembly, or its state is more than the machine's memory.
         CheckpointError: If ``parameters`` do not fit; names tensor, expected and found.
     """
 
@@ -111,6 +112,7 @@ class TrainingSession:
         self._assembly = _chosen(assembly, self._manifest)
         self._sessions: dict[str, InferenceSession] = {}
         self._bound: dict[tuple[str, int], BoundGraph] = {}
+        check_memory(self._manifest, self._assembly)
         self._state = TrainingState(self._manifest, sides=2 if self._assembly == "step" else 1)
         self._accumulator: Accumulator | None = None
         self._scaler = _scaler(loss_scale, self._manifest)
