@@ -97,7 +97,7 @@ class TensorFile:
             )
         try:
             header = json.loads(file.read(length), object_pairs_hook=self._once)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._broken(f"expected a header in JSON, found: {error}") from error
         if not isinstance(header, dict):
             raise self._broken(f"the header must be an object, found {header!r:.60}")
@@ -119,7 +119,7 @@ class TensorFile:
                     f"tensor '{name}' must have dtype, shape and data_offsets, found {item!r:.80}"
                 )
             dtype, shape, place = item["dtype"], item["shape"], item["data_offsets"]
-            if dtype not in _SIZES:
+            if not isinstance(dtype, str) or dtype not in _SIZES:
                 known = ", ".join(_SIZES)
                 raise CheckpointError(
                     f"{self.path}: tensor '{name}' has the unknown dtype {dtype!r}. Known: {known}."

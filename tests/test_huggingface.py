@@ -115,6 +115,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"intermediate_size": 0}, r"'intermediate_size' must be an integer >= 1, got 0"),
     ("mixtral", {"num_experts": 4}, r"'num_local_experts' is 3 and 'num_experts' is 4"),
     ("mixtral", {"logits_scaling": 2.0}, r"'logits_scaling' is not known, got 2\.0"),
+    ("qwen2_moe", {"layer_types": 3}, "'layer_types' must be a list of words, got 3"),
+    (
+        "qwen2_moe",
+        {"use_sliding_window": True, "layer_types": ["sliding_attention"], "sliding_window": None},
+        "'layer_types' must be given with use_sliding_window, and the same for all layers",
+    ),
+    ("qwen3_moe", {"use_sliding_window": "yes"}, "'use_sliding_window' must be true or false, got"),
+    ("olmoe", {"head_dim": {}}, "'head_dim' must be an integer"),
     ("qwen3_moe", {"mlp_only_layers": "0"}, r"'mlp_only_layers' must be a list of integers, got \"0\""),
     ("mixtral", {"architectures": ["MixtralForSequenceClassification"]}, "a language model, got"),
     ("mixtral", {"quantization_config": {"quant_method": "awq"}}, "got quant_method 'awq'. Quantised"),
@@ -323,6 +331,13 @@ def test_bad_files_are_refused_in_one_error(name: str, tmp_path: Path) -> None:
     result = run("export", "--from-hf", source, "-o", tmp_path / "model", code=2)
     assert result.output.startswith("error: ") and result.output.count("\n") == 1
     assert not (tmp_path / "model").exists()
+
+
+def test_endless_numbers(tmp_path: Path) -> None:
+    for name in ("num_hidden_layers", "num_local_experts"):
+        checkpoint(tmp_path, **{name: 2**60})
+        with pytest.raises(moe_onnx.CheckpointError, match=rf"expected num_\w+ {2**60}, .* found 19 tensors"):
+            moe_onnx.from_pretrained(tmp_path)
 
 
 def test_a_name_twice_in_one_header(tmp_path: Path) -> None:

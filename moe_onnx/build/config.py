@@ -37,7 +37,7 @@ class MoeLayerConfig(MoeOptions):
 
 @dataclass(frozen=True)
 class MoeLMConfig(MoeOptions):
-    """A decoder-only MoE language model; its fields can say Mixtral, Qwen3-MoE and OLMoE exactly.
+    """A decoder-only MoE language model; its fields can say Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE.
 
     Graph inputs ``input_ids``, ``labels`` and ``attention_mask``, int64 ``[batch, sequence]``.
     Parameters carry the names they have in transformers (5.x).

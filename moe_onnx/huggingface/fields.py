@@ -71,6 +71,12 @@ class Fields:
                 return self.defaults[name]
         raise ConfigError(f"{self.path}: '{names[0]}' is missing. Is this the config of a whole model?")
 
+    def flag(self, name: str) -> bool:
+        """True or False."""
+        if not isinstance(value := self.get(name), bool):
+            raise self.refuse(name, value, "true or false")
+        return value
+
     def layers(self, name: str) -> tuple[int, ...]:
         """A list of layer numbers; null is an empty one."""
         value = self.get(name) or ()

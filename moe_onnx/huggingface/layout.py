@@ -57,6 +57,7 @@ def layout_of(architecture: Architecture, config: MoeLMConfig, shards: Shards) -
         CheckpointError: If a tensor is missing, unexpected or of another shape; names file, tensor, expected
             and found.
     """
+    _check_counts(config, shards)
     left = {name for name in shards.file_of if not _BUFFERS.fullmatch(name)}
     done, missing = [], []
     for parameter in parameters_of(config):
@@ -78,6 +79,18 @@ def layout_of(architecture: Architecture, config: MoeLMConfig, shards: Shards) -
         repeated[HEAD] = EMBEDDING
     _check_all(architecture, shards, missing, sorted(left))
     return Layout(tuple(done), repeated)
+
+
+def _check_counts(config: MoeLMConfig, shards: Shards) -> None:
+    """Numbers that no such checkpoint has would make endless lists of what is missing."""
+    entries = [file.entries[name] for name, file in shards.file_of.items()]
+    longest = max((entry.shape[0] for entry in entries if entry.shape), default=0)
+    for name, most in (("num_hidden_layers", len(entries)), ("num_experts", max(len(entries), longest))):
+        if (count := getattr(config, name)) > most:
+            raise CheckpointError(
+                f"{shards.folder}: expected {name} {count}, as config.json says, found {len(entries)} "
+                "tensors."
+            )
 
 
 def _of_shape(shards: Shards, source: Source) -> Entry:

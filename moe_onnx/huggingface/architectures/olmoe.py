@@ -14,7 +14,9 @@ def _read(fields: Fields) -> None:
     fields.set("qk_norm", "full")
     size = fields.values["head_dim"]
     heads, hidden = fields.values["num_attention_heads"], fields.values["hidden_size"]
-    if size is not None and size * heads != hidden:  # its norms are of hidden_size
+    if (
+        isinstance(size, int) and isinstance(heads, int) and size * heads != hidden
+    ):  # its norms are of hidden_size
         raise fields.refuse("head_dim", size, f"hidden_size / num_attention_heads ({hidden} / {heads})")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moe_onnx.huggingface.architectures.description import DECODER, Architecture
 from moe_onnx.huggingface.fields import Fields
 
@@ -17,24 +19,30 @@ def _read(fields: Fields) -> None:
     fields.set("sliding_window", _window(fields))
 
 
-def _window(fields: Fields) -> int | None:
+def _window(fields: Fields) -> Any:
     """The window of all layers, or None; transformers lets layers differ, which is refused."""
-    use, window, kinds = (
-        fields.get(name) for name in ("use_sliding_window", "sliding_window", "layer_types")
-    )
+    use, window, kinds = fields.flag("use_sliding_window"), fields.get("sliding_window"), _layer_types(fields)
     fields.get("max_window_layers")  # only says what layer_types are where they are left out
-    found = set(kinds or ())
     if not use:
-        if kinds and found != {"full_attention"}:
+        if kinds - {"full_attention"}:
+            found = fields.get("layer_types")
             raise fields.refuse(
-                "layer_types", kinds, '"full_attention" everywhere without use_sliding_window'
+                "layer_types", found, '"full_attention" everywhere without use_sliding_window'
             )
         return None
-    if found == {"full_attention"}:
+    if kinds == {"full_attention"}:
         return None
-    if found == {"sliding_attention"}:
-        return int(window)
-    raise fields.refuse("layer_types", kinds, "given with use_sliding_window, and the same for all layers")
+    if kinds == {"sliding_attention"} and window is not None:
+        return window
+    found = {"layer_types": fields.get("layer_types"), "sliding_window": window}
+    raise fields.refuse("layer_types", found, "given with use_sliding_window, and the same for all layers")
+
+
+def _layer_types(fields: Fields) -> set[str]:
+    value = fields.get("layer_types") or []
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise fields.refuse("layer_types", value, "a list of words")
+    return set(value)
 
 
 QWEN2_MOE = Architecture(

@@ -14,7 +14,7 @@ def _read(fields: Fields) -> None:
         fields.take(name)
     fields.set("mlp_only_layers", fields.layers("mlp_only_layers"))
     fields.set("qk_norm", "head")
-    use, window = fields.get("use_sliding_window"), fields.get("sliding_window")
+    use, window = fields.flag("use_sliding_window"), fields.get("sliding_window")
     fields.get("max_window_layers")  # in the files of old, and of no effect
     fields.set("sliding_window", window if use else None)
 
