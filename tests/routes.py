@@ -53,6 +53,28 @@ def all_of(name: str, values: Iterable[Any]) -> Callable[[Any], Any]:
     return decorate
 
 
+def dtypes_of(names: Iterable[str]) -> Callable[[Any], Any]:
+    """One test of all dtypes, but not of all by the optimised body: each needs a session, which takes long.
+
+    Its fp16 differs from bf16, and fp64 from fp32, by nothing but Casts, which the unoptimised bodies of the
+    hand cases have in every dtype.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        every: Any = all_of("dtype", names)(test)
+        fewer: Any = all_of("dtype", [name for name in names if name not in ("fp16", "fp64")])(test)
+
+        def by_route(**arguments: Any) -> None:
+            (fewer if arguments["route"] == "body" else every)(**arguments)
+
+        by_route.__signature__ = every.__signature__  # type: ignore[attr-defined]
+        by_route.__name__, by_route.__doc__ = test.__name__, test.__doc__
+        by_route.pytestmark = every.pytestmark  # type: ignore[attr-defined]
+        return by_route
+
+    return decorate
+
+
 def try_all(values: Iterable[Any], test: Callable[[Any], None], name: Callable[[Any], str] = repr) -> None:
     """Call ``test`` with each value; raise the first failure, with a note on all that failed."""
     failed: list[tuple[str, BaseException]] = []

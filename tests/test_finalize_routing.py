@@ -18,7 +18,7 @@ import pytest
 from gradient_tools import check_slopes, runner, slopes
 from onnx import TensorProto, helper
 from report_tools import each_dtype, poison
-from routes import BODY_ROUTES, ROUTES, all_of, has_route, make_model, run
+from routes import BODY_ROUTES, ROUTES, all_of, dtypes_of, has_route, make_model, run
 from test_operators import (
     BEYOND,
     DTYPES,
@@ -41,7 +41,7 @@ ALL_ROUTES = [route for route in ROUTES if has_route(FORWARD, route)]
 Call = tuple[list[Any], dict[str, Any]]
 
 sizes = all_of("size", SIZES)
-dtypes = all_of("dtype", DTYPES)
+dtypes = dtypes_of(DTYPES)
 routes = pytest.mark.parametrize("route", [route for route in ALL_ROUTES if route != "body_plain"])
 all_routes = pytest.mark.parametrize("route", ALL_ROUTES)
 

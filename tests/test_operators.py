@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import oracles
 import pytest
-from routes import BODY_ROUTES, ROUTES, all_of, has_route, run
+from routes import BODY_ROUTES, ROUTES, all_of, dtypes_of, has_route, run
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 # dtype of rows, dtype of probs
@@ -43,7 +43,7 @@ def active_rows(slots: int) -> int:
 
 
 sizes = all_of("size", SIZES)
-dtypes = all_of("dtype", DTYPES)
+dtypes = dtypes_of(DTYPES)
 
 
 def routes_of(op: str) -> Any:
