@@ -36,6 +36,55 @@ def rms_normalization(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     return list(_scaled(g, node, d, norm, root, axes, centre=False))
 
 
+@register_gradient("InstanceNormalization", since=6)
+def instance_normalization(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """As LayerNormalization, over the axes behind the channels, with one scale a channel."""
+    x, scale, bias = node.inputs
+    assert x is not None and scale is not None and bias is not None
+    rank = g.rank(x)
+    axes, others = list(range(2, rank)), [0, *range(2, rank)]
+    wide, wide_d = _wide(g, x), _wide(g, d)
+    norm, root = _normed(g, node, g.sub(wide, _mean(g, wide, axes)), axes)
+    dx = dscale = dbias = None
+    if g.needs(x):
+        channels = g.op("Unsqueeze", _wide(g, scale), g.constant(list(range(1, rank - 1))))
+        e = g.mul(wide_d, channels)
+        across = g.mul(norm, _mean(g, g.mul(e, norm), axes))
+        dx = g.cast(g.mul(g.sub(g.sub(e, _mean(g, e, axes)), across), root), x)
+    if g.needs(scale):
+        dscale = g.cast(g.sum(g.mul(wide_d, norm), others, keepdims=False), scale)
+    if g.needs(bias):
+        dbias = g.cast(g.sum(wide_d, others, keepdims=False), bias)
+    return [dx, dscale, dbias]
+
+
+@register_gradient("BatchNormalization", since=15)
+def batch_normalization(g: Gradients, node: ir.Node, d: ir.Value | None, *others: ir.Value | None) -> Grads:
+    """With running statistics: ``y = (x - mean) scale / sqrt(var + epsilon) + bias`` by channel."""
+    if attribute(node, "training_mode", 0):
+        raise GradientError("training_mode=1 has no gradient rule; training_mode=0 has.")
+    x, scale, bias, mean, var = node.inputs
+    assert d is not None and x and scale and bias and mean and var
+    rank = g.rank(x)
+    axes = [axis for axis in range(rank) if axis != 1]
+
+    def channels(value: ir.Value) -> ir.Value:
+        value = g.cast(value, x)
+        return g.op("Unsqueeze", value, g.constant(list(range(1, rank - 1)))) if rank > 2 else value
+
+    epsilon = g.like(float(attribute(node, "epsilon", 1e-5)), var)
+    root = g.op("Reciprocal", g.op("Sqrt", g.add(var, epsilon)))
+    gain = g.mul(scale, g.cast(root, scale))
+    dbias = g.sum(d, axes, keepdims=False)
+    centred = g.sub(x, channels(mean))
+    against = g.sum(g.mul(d, centred), axes, keepdims=False)  # d loss / d gain
+    dscale = g.mul(g.cast(against, scale), g.cast(root, scale))
+    dmean = g.neg(g.mul(g.cast(dbias, mean), g.cast(gain, mean)))
+    cube = g.mul(g.mul(root, root), g.mul(root, g.like(-0.5, var)))
+    dvar = g.mul(g.mul(g.cast(against, var), g.cast(scale, var)), cube)
+    return [g.mul(d, channels(gain)), dscale, g.cast(dbias, bias), dmean, dvar]
+
+
 @register_gradient("SoftmaxCrossEntropyLoss", since=12)
 def cross_entropy(g: Gradients, node: ir.Node, d: ir.Value | None, d_log: ir.Value | None = None) -> Grads:
     """``softmax - 1 at the label``, times the gradient of a position's loss; ignored ones have none."""
