@@ -147,9 +147,6 @@ def _body(node: ir.Node, version: int) -> onnx.FunctionProto | None:
     else:
         types = [_type(value) for value in node.inputs]
     proto = ir.to_proto(node)
-    # The body is told by the name of an output whether it is wanted.
-    for i, out in enumerate(node.outputs):
-        proto.output[i] = out.name if out.name and (out.uses() or out.is_graph_output()) else ""
     if schema.has_function:
         wanted = [v for v in schema.function_opset_versions if v <= version]
         if wanted:
@@ -164,7 +161,17 @@ def _body(node: ir.Node, version: int) -> onnx.FunctionProto | None:
         return None
     function = onnx.FunctionProto()
     function.ParseFromString(found)
+    _complete(function, node)
     return function if all(_valid(inner, version) for inner in function.node) else None
+
+
+def _complete(function: onnx.FunctionProto, node: ir.Node) -> None:
+    """Only the outputs that the node has; a body leaves out what the node does not name."""
+    del function.output[len(node.outputs) :]
+    made = {name for inner in function.node for name in inner.output} | set(function.input)
+    for name in function.output:
+        if name not in made:
+            function.node.add(op_type="Identity", input=[function.input[0]], output=[name])
 
 
 def _type(value: ir.Value | None) -> bytes:

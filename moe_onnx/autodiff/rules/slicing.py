@@ -15,6 +15,7 @@ from moe_onnx.autodiff.registry import register_gradient
 from moe_onnx.errors import GradientError
 
 Grads = list[ir.Value | None]
+WIDE = 64  # of longer steps the zeros in between would be most of the memory
 LEAST = -(2**62)  # anything below is "from the very start" in other words
 
 
@@ -27,8 +28,10 @@ def slice_(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     count = len(starts) if starts is not None else 0
     steps = [1] * count if steps_value is None else constant_ints(steps_value)
     axes = list(range(count)) if axes_value is None else constant_ints(axes_value)
-    if starts is None or steps is None or axes is None or sizes(x) is None:
+    numbered = starts is None or axes is None or sizes(x) is None
+    if numbered or steps is None or max(map(abs, steps), default=1) > WIDE:
         return [_by_numbers(g, x, d, lambda numbers: g.op("Slice", numbers, *node.inputs[1:])), *rest]
+    assert starts is not None and axes is not None
     rank = g.rank(x)
     axes = [axis % rank for axis in axes]
     for axis, step in zip(axes, steps, strict=True):
