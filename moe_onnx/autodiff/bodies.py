@@ -107,11 +107,7 @@ def expand_bodies(model: ir.Model, loss: str, wrt: Collection[str]) -> bool:
 
 def _leaves_out(node: ir.Node) -> bool:
     """Whether a node is of a form that its own rule refuses and its body does not."""
-    if node.op_type == "LayerNormalization":
-        return any(out.uses() or out.is_graph_output() for out in node.outputs[1:])
-    if node.op_type == "SoftmaxCrossEntropyLoss":
-        return len(node.inputs) > 2 and node.inputs[2] is not None
-    return False
+    return node.op_type == "SoftmaxCrossEntropyLoss" and len(node.inputs) > 2 and node.inputs[2] is not None
 
 
 def _between(graph: ir.Graph, loss: str, wrt: Collection[str]) -> list[ir.Node]:

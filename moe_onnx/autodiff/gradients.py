@@ -92,7 +92,11 @@ class Gradients:
 
     def cast(self, value: ir.Value, other: ir.Value) -> ir.Value:
         """``value`` in the dtype of ``other``."""
-        return value if value.dtype == other.dtype else self.op("Cast", value, to=other.dtype)
+        if value.dtype == other.dtype and other.dtype is not None:
+            return value
+        if other.dtype is None:
+            return self.op("CastLike", value, other)
+        return self.op("Cast", value, to=other.dtype)
 
     def wide(self, value: ir.Value) -> ir.Value:
         """A 16-bit value in float32, any other as it is."""

@@ -268,7 +268,7 @@ class _Backward:
         self._fill_places()
         initial = [entry[0] for entry in carried]
         outputs = g.ops(
-            "Loop", self.count, None, *initial, outputs=len(carried) + len(stacked), body=inner.graph
+            "Loop", self.count, g.constant(True, bool), *initial, outputs=len(carried) + len(stacked), body=inner.graph
         )
         for out, value in zip(outputs, (*initial, *stacked), strict=True):
             assert value is not None

@@ -12,18 +12,46 @@ Grads = list[ir.Value | None]
 
 
 @register_gradient("LayerNormalization", since=17)
-def layer_normalization(g: Gradients, node: ir.Node, d: ir.Value | None, *others: ir.Value | None) -> Grads:
-    """With ``n = (x - mean) r``: ``r (e - mean(e) - n mean(e n))`` for ``e = d scale``."""
+def layer_normalization(
+    g: Gradients,
+    node: ir.Node,
+    d: ir.Value | None,
+    d_mean: ir.Value | None = None,
+    d_inverse: ir.Value | None = None,
+) -> Grads:
+    """With ``n = (x - mean) r``: ``r (e - mean(e) - n mean(e n))`` for ``e = d scale``; and of Mean and r."""
     x, scale, bias = [*node.inputs, None][:3]
     assert x is not None and scale is not None
-    if d is None or any(other is not None for other in others):
-        raise GradientError("only the output Y has a gradient rule; the loss uses Mean or InvStdDev.")
     axes = list(range(attribute(node, "axis", -1) % g.rank(x), g.rank(x)))
     centred = g.sub(_wide(g, x), _mean(g, _wide(g, x), axes))
     norm, root = _normed(g, node, centred, axes)
-    dx, dscale = _scaled(g, node, d, norm, root, axes, centre=True)
-    dbias = g.unbroadcast(d, bias, node.outputs[0]) if bias is not None and g.needs(bias) else None
-    return [dx, dscale, dbias][: len(node.inputs)]
+    parts: Grads = []
+    dscale = dbias = None
+    if d is not None:
+        dx, dscale = _scaled(g, node, d, norm, root, axes, centre=True)
+        parts = [] if dx is None else [dx]
+        dbias = g.unbroadcast(d, bias, node.outputs[0]) if bias is not None and g.needs(bias) else None
+    elif g.needs(scale) or (bias is not None and g.needs(bias)):
+        alive = d_inverse if d_mean is None else d_mean
+        assert alive is not None
+        dscale = g.zeros_like(scale, alive)
+        dbias = None if bias is None else g.zeros_like(bias, alive)
+    if g.needs(x):
+        for grad, slope in ((d_mean, None), (d_inverse, g.neg(g.mul(g.mul(root, root), norm)))):
+            if grad is not None:
+                each = g.div(g.cast(grad, norm), _count(g, x, root, norm))
+                each = g.op("Expand", each, g.op("Shape", x)) if slope is None else g.mul(each, slope)
+                parts.append(g.cast(each, x))
+    total = None
+    for part in parts:
+        total = part if total is None or part is None else g.add(total, part)
+    return [total, dscale, dbias][: len(node.inputs)]
+
+
+def _count(g: Gradients, x: ir.Value, root: ir.Value, like: ir.Value) -> ir.Value:
+    """How many elements a mean is of; 1 where there is nothing."""
+    means = g.op("Max", g.op("Size", root), g.constant(1))
+    return g.cast(g.div(g.op("Size", x), means), like)
 
 
 @register_gradient("RMSNormalization", since=23)
