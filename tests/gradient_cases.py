@@ -110,7 +110,7 @@ def elementwise() -> Iterator[Case]:
 
 def reductions() -> Iterator[Case]:
     ops = ("ReduceSum", "ReduceMean", "ReduceSumSquare", "ReduceLogSumExp", "ReduceL1", "ReduceL2")
-    for op in (*ops, "ReduceMax", "ReduceMin"):
+    for op in (*ops, "ReduceMax", "ReduceMin", "ReduceProd"):
         for keepdims in (0, 1):
             for axes in ([0], [-1], [0, 2], [-1, -3], [0, 1, 2]):
                 yield case(op, apart(2, 3, 2), ints(axes), constant=1, keepdims=keepdims)
@@ -129,6 +129,14 @@ def reductions() -> Iterator[Case]:
             yield case(op, apart(2, 3), axes=[1], keepdims=0, opset=17)
             yield case(op, apart(2, 3), axes=[-2], keepdims=1, opset=13)
             yield case(op, apart(2, 3), keepdims=0, opset=17)
+    yield case("ReduceLogSum", positive(2, 3), ints([0]), constant=1, keepdims=0)
+    yield case("ReduceLogSum", positive(2, 3), keepdims=1)
+    for zeros in ([(0, 1)], [(0, 1), (1, 1)], [(0, 0), (0, 1)]):
+        x = positive(2, 3)
+        for place in zeros:
+            x[place] = 0
+        yield case("ReduceProd", x, ints([1]), constant=1, keepdims=0, note=f"{len(zeros)} zeros")
+        yield case("ReduceProd", x, keepdims=0, note=f"{len(zeros)} zeros")
     yield case("ReduceSum", normal(2, 3), ints([0]), constant=1, keepdims=0, opset=13)
     for op in ("Softmax", "LogSoftmax"):
         for shape, axis in (((2, 3), -1), ((2, 3), 0), ((2, 3, 2), 1), ((0, 3), 1), ((3,), -1)):
@@ -150,6 +158,11 @@ def normalizations() -> Iterator[Case]:
     yield case("LayerNormalization", normal(2, 3), normal(3), None)
     yield case("LayerNormalization", normal(2, 3), normal(3), normal(3), opset=17)
     yield case("RMSNormalization", normal(2, 3), normal(1), opset=23)
+    yield case("InstanceNormalization", normal(2, 3, 4), normal(3), normal(3), epsilon=1e-2)
+    yield case("InstanceNormalization", normal(2, 3, 2, 2), normal(3), normal(3), epsilon=1e-2, opset=22)
+    for shape in ((2, 3), (2, 3, 4), (2, 3, 2, 2)):
+        running = (normal(3), normal(3), normal(3), positive(3))
+        yield case("BatchNormalization", normal(*shape), *running, epsilon=1e-2)
     labels = ints([0, 2, 1, 2])
     for reduction in ("none", "sum", "mean"):
         yield case("SoftmaxCrossEntropyLoss", normal(4, 3), labels, reduction=reduction)
@@ -202,6 +215,30 @@ def matrices() -> Iterator[Case]:
             yield case("Gemm", a, b, transA=ta, transB=tb)
             for c in ((2, 4), (4,), (1, 4), (2, 1), (1,), ()):
                 yield case("Gemm", a, b, normal(*c), transA=ta, transB=tb, alpha=0.5, beta=-0.25)
+    for equation, *shapes in (
+        ("ij,jk->ik", (2, 3), (3, 4)),
+        ("bij,bjk->bik", (2, 2, 3), (2, 3, 4)),
+        ("bhid,bhjd->bhij", (2, 1, 3, 2), (2, 1, 4, 2)),
+        ("ij->ji", (2, 3)),
+        ("ij->", (2, 3)),
+        ("ij->i", (2, 3)),
+        ("ij,ij->i", (2, 3), (2, 3)),
+        ("i,j->ij", (2,), (3,)),
+        (",ij->ij", (), (2, 3)),
+        ("ij,kl->i", (2, 3), (2, 2)),
+        ("ij,jk,kl->il", (2, 3), (3, 2), (2, 2)),
+        ("ij,jk", (2, 3), (3, 4)),
+        ("ba", (2, 3)),
+        ("...ij,...jk", (2, 2, 3), (1, 3, 4)),
+        ("...i->...", (2, 2, 3)),
+        ("i...,i...->...", (2, 3), (2, 3)),
+        (" i j , j k -> i k ", (0, 3), (3, 4)),
+        ("ij,jk->ik", (2, 1), (3, 4)),
+        ("ij,jk->ik", (2, 3), (1, 4)),
+    ):
+        yield case("Einsum", *(normal(*shape) for shape in shapes), equation=equation)
+    x = normal(3, 3)
+    yield case("Einsum", x, x, equation="ij,jk->ik", same=((1, 0),), note="one value twice")
     yield case("Gemm", normal(2, 3), normal(3, 4), normal(4))
     yield case("Gemm", normal(2, 3), normal(3, 4), None, alpha=2.0)
     yield case("Gemm", normal(2, 3), normal(3, 4), normal(4), opset=13)
@@ -278,12 +315,41 @@ def shaping() -> Iterator[Case]:
         yield case("Slice", normal(4, 5), *rest, constant=fixed, note="ends computed")
         fixed = [i + 1 for i, v in enumerate(whole) if v is not None]
         yield case("Slice", normal(4, 5), *whole, constant=fixed)
+    for starts, ends, axes, steps in (
+        ([0], [9], [1], [2]),
+        ([1], [big], [1], [2]),
+        ([-4], [-1], [1], [2]),
+        ([-1], [least], [1], [-1]),
+        ([3], [0], [1], [-1]),
+        ([9], [least], [-1], [-2]),
+        ([-2], [-9], [0], [-2]),
+        ([least], [big], [0], [3]),
+        ([4, 0], [0, 3], [-1, 0], [-2, 2]),
+        ([1], [1], [1], [2]),
+        ([1], [3], [1], [-2]),
+        ([-9], [least], [1], [-1]),
+        ([0], [9], [1], [big]),
+    ):
+        rest = [ints(starts), ints(ends), ints(axes), ints(steps)]
+        note = f"{starts}:{ends}:{steps} of {axes}".replace(" ", "")
+        yield case("Slice", normal(4, 5), *rest, constant=(1, 2, 3, 4), note=note)
+        if len(axes) == 2 or steps == [3]:
+            yield case("Slice", normal(4, 5), *rest, note=f"{note} computed")
+            yield case("Slice", normal(4, 5), *rest, constant=(3, 4), note=f"{note} starts computed")
+    yield case("Slice", normal(4, 5), ints([1, 0]), ints([3, 4]), note="no axes, computed")
+    yield case("Slice", normal(0, 5), ints([4]), ints([0]), ints([1]), ints([-2]), constant=(1, 2, 3, 4))
     yield case("Slice", normal(0, 5), ints([1]), ints([3]), ints([1]), constant=(1, 2, 3))
     yield case("Pad", normal(2, 3), ints([1, 0, 2, 1]))
     yield case("Pad", normal(2, 3), ints([1, 2]), None, ints([-1]))
     yield case("Pad", normal(2, 3), ints([1, -1, 0, 1]), np.asarray(2.0), wrt=(0,))
     yield case("Pad", normal(2, 3), ints([0, -1, 0, -1]), constant=1)
     yield case("Pad", normal(0, 3), ints([1, 0, 0, 0]))
+    yield case("Pad", normal(2, 3), ints([1, 0, 2, 1]), np.asarray(2.0), note="the fill too")
+    yield case("Pad", normal(2, 3), ints([0, 0]), np.asarray(2.0), ints([0]), note="nothing filled")
+    for mode in ("edge", "reflect", "wrap"):
+        yield case("Pad", normal(3, 4), ints([1, 2, 2, 1]), mode=mode)
+        yield case("Pad", normal(3, 4), ints([1, 2, 2, 1]), constant=1, mode=mode)
+        yield case("Pad", normal(3, 4), ints([2, 1]), None, ints([-1]), mode=mode)
     for repeats in ([2, 3], [1, 2], [1, 1]):
         yield case("Tile", normal(2, 3), ints(repeats), constant=1)
         yield case("Tile", normal(2, 3), ints(repeats), note="repeats computed")
@@ -315,6 +381,7 @@ def indexing() -> Iterator[Case]:
     twice = ints([[0, 0, -3], [0, 2, 2]])
     yield case("ScatterElements", normal(3, 3), twice, normal(2, 3), axis=0, reduction="add")
     yield case("ScatterElements", normal(3, 3), np.zeros((0, 3), np.int64), normal(0, 3), axis=0)
+    yield from scattering()
     for axis, largest, k in ((-1, 1, 2), (0, 0, 1), (1, 1, 4), (1, 0, 0)):
         more = {"axis": axis, "largest": largest, "outputs": 2}
         yield case("TopK", apart(3, 4), ints([k]), **more)
@@ -328,6 +395,49 @@ def indexing() -> Iterator[Case]:
         ((3, 4), np.zeros((0, 2), np.int64)),
     ):
         yield case("GatherND", normal(*shape), index, known=(1,))
+    for shape, index, batch_dims in (
+        ((2, 3, 4), ints([[1], [-1]]), 1),
+        ((2, 3, 4), ints([[[1, 0], [1, -1]], [[0, 0], [0, 0]]]), 1),
+        ((2, 3, 4), ints([[[1], [0], [1]], [[0], [-1], [0]]]), 1),
+        ((2, 2, 3, 2), ints([[[0], [1]], [[2], [-1]]]), 2),
+        ((2, 3, 4), np.zeros((2, 0, 1), np.int64), 1),
+    ):
+        yield case("GatherND", normal(*shape), index, known=(1,), batch_dims=batch_dims)
+
+
+def scattering() -> Iterator[Case]:
+    """Updates that meet, and zeros among what is multiplied."""
+    meeting, once = ints([[0, 0, -3], [0, 2, 2]]), ints([[0, 1, -1], [2, 0, 1]])
+    for reduction in ("none", "add", "mul", "max", "min"):
+        for index in (once,) if reduction == "none" else (once, meeting):
+            for constant in ((), (1,)):
+                more = {"axis": 0, "reduction": reduction, "constant": constant}
+                note = "meeting" if index is meeting else "once"
+                yield case("ScatterElements", apart(3, 3), index, apart(2, 3) + 0.1, note=note, **more)
+    for places in ((0,), (0, 1), (0, 4), (3,)):
+        x, updates = normal(3, 3), normal(2, 3)
+        updates.ravel()[list(places)] = 0
+        if places == (3,):
+            x[0, 0] = 0
+        more = {"axis": 0, "reduction": "mul", "note": f"zeros at {places}"}
+        yield case("ScatterElements", x, meeting, updates, **more)
+    rows = (
+        ((3, 4), ints([[0], [2]]), ints([[1], [1], [-2]])),
+        ((3, 4), ints([[0, 1], [2, -1]]), ints([[0, 1], [0, 1], [0, -3]])),
+        ((2, 3, 2), ints([[[0, 1], [1, 0]]]), ints([[[0, 1], [0, -2]]])),
+        ((4,), ints([[1], [-1]]), ints([[1], [1]])),
+        ((3, 4), np.zeros((0, 1), np.int64), np.zeros((0, 1), np.int64)),
+    )
+    for shape, once, meeting in rows:
+        for reduction in ("none", "add", "mul", "max", "min"):
+            for index in (once,) if reduction == "none" else (once, meeting):
+                sent = (*index.shape[:-1], *shape[index.shape[-1] :])
+                note = "meeting" if index is meeting else "once"
+                more = {"reduction": reduction, "known": (1,), "note": note}
+                yield case("ScatterND", apart(*shape), index, apart(*sent) + 0.1, **more)
+        sent = (*once.shape[:-1], *shape[once.shape[-1] :])
+        yield case("ScatterND", normal(*shape), once, normal(*sent), constant=1, note="constant")
+        yield case("ScatterND", normal(*shape), once, normal(*sent), known=(1,), wrt=(2,), note="updates alone")
 
 
 def routing() -> Iterator[Case]:

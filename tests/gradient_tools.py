@@ -155,6 +155,24 @@ class Gelu(OpRun):
         return (x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,)
 
 
+class Pad(OpRun):
+    """With negative pads, which crop and which that of onnx 1.23 does not know."""
+
+    def _run(  # type: ignore[override]
+        self, x: Array, pads: Array, fill: Array | None = None, axes: Array | None = None, mode: str = "constant"
+    ) -> tuple[Array]:
+        axes = np.arange(x.ndim) if axes is None else axes % x.ndim
+        ends = [(0, 0)] * x.ndim
+        for axis, low, high in zip(axes, pads[: len(axes)], pads[len(axes) :], strict=True):
+            ends[int(axis)] = (int(low), int(high))
+        kept = tuple(
+            slice(max(-low, 0), size + min(high, 0)) for size, (low, high) in zip(x.shape, ends, strict=True)
+        )
+        grown = [(max(low, 0), max(high, 0)) for low, high in ends]
+        more = {"constant_values": 0 if fill is None else fill} if mode == "constant" else {}
+        return (np.pad(x[kept], grown, mode=mode, **more).astype(x.dtype),)  # type: ignore[call-overload]
+
+
 def _erf(x: Array) -> Array:
     return np.asarray(np.vectorize(math.erf, otypes=[x.dtype])(x))
 

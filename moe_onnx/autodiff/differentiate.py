@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes import common as passes
 
+from moe_onnx.autodiff.bodies import expand_bodies, inline_functions
 from moe_onnx.autodiff.emitter import Emitter
 from moe_onnx.autodiff.graphs import infer, to_model
-from moe_onnx.autodiff.registry import find_rule
 from moe_onnx.autodiff.reverse import add_gradients
-from moe_onnx.errors import ModelError, OptionError
-from moe_onnx.spec import DOMAIN
+from moe_onnx.errors import OptionError
 
 
 def differentiate(
@@ -24,7 +22,8 @@ def differentiate(
 
     Works on every model whose operators, between ``wrt`` and ``loss``, have gradient rules: those of
     this package, and those given to :func:`moe_onnx.register_gradient`. Functions without a rule of
-    their own are inlined. What no gradient needs is not computed for it, and integers end the paths
+    their own are inlined, operators without a rule that onnx defines by a function body are replaced by it,
+    and If, Loop and Scan are differentiated with the outer values they use. What no gradient needs is not computed for it, and integers end the paths
     that gradients take.
 
     Args:
@@ -50,8 +49,10 @@ def differentiate(
     version = graph_model.opset_imports
     if "ai.onnx" in version:  # the other name of the standard domain
         version[""] = version.pop("ai.onnx")
-    _inline(graph_model)
+    inline_functions(graph_model)
     infer(graph_model)
+    while expand_bodies(graph_model, loss, wanted):  # bodies use operators that have bodies
+        infer(graph_model)
     graph = graph_model.graph
     values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
     emitter = Emitter(graph)
@@ -64,26 +65,13 @@ def differentiate(
             )
     if len(set(wanted)) < len(wanted):
         raise OptionError(f"differentiate: wrt names a value twice: {', '.join(wanted)}.")
+    for name in wanted:
+        emitter.reserve(f"{name}{suffix}")
     gradients = add_gradients(emitter, _find(values, loss, "loss"), outputs)
     for value, gradient in zip(outputs, gradients, strict=True):
+        emitter.release(f"{value.name}{suffix}")
         emitter.output(gradient, f"{value.name}{suffix}", value.dtype, value.shape)
     return to_model(graph_model)
-
-
-def _inline(model: ir.Model) -> None:
-    """Put the nodes of functions that have no rule of their own in the place of their calls."""
-    imports = model.graph.opset_imports
-    for function in model.functions.values():
-        for domain, version in function.opset_imports.items():
-            if imports.setdefault(domain, version) != version:
-                raise ModelError(
-                    f"differentiate: function '{function.domain}::{function.name}' is written for opset "
-                    f"{version} of {domain or 'ai.onnx'}, the model for {imports[domain]}. "
-                    "Make them the same."
-                )
-    passes.InlinePass(
-        lambda f: f.domain != DOMAIN and find_rule(f.domain, f.name, imports.get(f.domain)) is None
-    )(model)
 
 
 def _find(values: Mapping[str, ir.Value], name: str, option: str) -> ir.Value:

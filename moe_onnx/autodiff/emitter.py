@@ -64,6 +64,36 @@ class Emitter:
         inner._scope, inner._names, inner._node_names = [name], self._names, self._node_names
         return inner
 
+    def adopt(self, graph: ir.Graph, *, rename: bool = False) -> Emitter:
+        """An emitter for a subgraph that is there already; a copy's values are to be renamed."""
+        if rename:
+            for inner in (graph, *graph.subgraphs()):
+                values = [*inner.inputs, *inner.initializers.values()]
+                for node in inner:
+                    values += node.outputs
+                    node.name = self._fresh(node.name or node.op_type, self._node_names)
+                for value in values:
+                    if value.name:
+                        value.name = self._fresh(value.name, self._names)
+        for inner in (graph, *graph.subgraphs()):
+            inner.opset_imports.update(self.graph.opset_imports)
+        emitter = Emitter(graph)
+        self._names |= emitter._names
+        self._node_names |= emitter._node_names
+        emitter._scope, emitter._names, emitter._node_names = [], self._names, self._node_names
+        return emitter
+
+    def place(self, name: str, dtype: ir.DataType | None, shape: ir.Shape | None) -> ir.Value:
+        """A further input of a subgraph, by this name or one like it."""
+        value = ir.Value(name=self._fresh(name, self._names), shape=shape)
+        value.type = None if dtype is None else ir.TensorType(dtype)
+        self.graph.inputs.append(value)
+        return value
+
+    def name_output(self, value: ir.Value, name: str) -> None:
+        """Name an output that a node was given later."""
+        value.name = self._fresh(name, self._names)
+
     def op(
         self,
         op_type: str,
@@ -143,6 +173,14 @@ class Emitter:
         self.graph.inputs.append(value)
         return value
 
+    def reserve(self, name: str) -> None:
+        """Keep a name for an output to come."""
+        self._names.add(name)
+
+    def release(self, name: str) -> None:
+        """Let a name that was kept be used."""
+        self._names.discard(name)
+
     def output(self, value: ir.Value, name: str, dtype: ir.DataType | None, shape: ir.Shape | None) -> None:
         """Make ``value`` a graph output of this name; one that has a name to keep is copied."""
         if value.is_graph_output() or value.producer() is None or value.name not in self._own:
@@ -212,7 +250,7 @@ def _dtype(node: ir.Node, index: int) -> ir.DataType | None:
 
 
 @lru_cache(maxsize=512)
-def _signature(op_type: str, version: int) -> tuple[int, frozenset[str]] | None:
+def signature(op_type: str, version: int) -> tuple[int, frozenset[str]] | None:
     """The most inputs and the attributes that an opset gives a standard operator."""
     try:
         schema = onnx.defs.get_schema(op_type, version, "")
@@ -223,7 +261,7 @@ def _signature(op_type: str, version: int) -> tuple[int, frozenset[str]] | None:
 
 def _check_opset(op_type: str, version: int, inputs: int, attrs: Sequence[ir.Attr]) -> None:
     """Refuse what the graph's opset does not have, rather than emit a model that is not valid."""
-    found = _signature(op_type, version)
+    found = signature(op_type, version)
     if found is None:
         missing = f"the operator {op_type}"
     elif inputs > found[0]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from moe_onnx.autodiff.emitter import Emitter
+from moe_onnx.autodiff.subgraphs import captured
 from moe_onnx.errors import GradientError
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -24,6 +26,10 @@ class Gradients:
     def needs(self, value: ir.Value | None) -> bool:
         """Whether anything that is wanted depends on this input's gradient."""
         return value in self._needed
+
+    def captured(self, node: ir.Node) -> list[ir.Value]:
+        """The values of outer graphs that a node's subgraphs use and that need a gradient."""
+        return [value for value in captured(node) if value in self._needed]
 
     def op(self, op_type: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
         """Emit a node of one output."""
@@ -86,7 +92,11 @@ class Gradients:
 
     def cast(self, value: ir.Value, other: ir.Value) -> ir.Value:
         """``value`` in the dtype of ``other``."""
-        return value if value.dtype == other.dtype else self.op("Cast", value, to=other.dtype)
+        if value.dtype == other.dtype and other.dtype is not None:
+            return value
+        if other.dtype is None:
+            return self.op("CastLike", value, other)
+        return self.op("Cast", value, to=other.dtype)
 
     def wide(self, value: ir.Value) -> ir.Value:
         """A 16-bit value in float32, any other as it is."""
@@ -201,11 +211,6 @@ def sizes(value: ir.Value) -> Sizes | None:
     return tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
 
 
-def is_float(value: ir.Value) -> bool:
-    """Whether a value can carry a gradient; one of unknown type might."""
-    return value.dtype is None or value.dtype.is_floating_point()
-
-
 def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
     """The value of an attribute, or its default."""
     attr = node.attributes.get(name)
@@ -216,6 +221,12 @@ def constant_ints(value: ir.Value | None) -> list[int] | None:
     """The integers of a constant input, or None where they are not known before the graph runs."""
     tensor = _constant_tensor(value)
     return None if tensor is None else [int(item) for item in tensor.numpy().ravel()]
+
+
+def constant_array(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
+    """A constant input, or None where it is not known before the graph runs."""
+    tensor = _constant_tensor(value)
+    return None if tensor is None else np.asarray(tensor.numpy())
 
 
 def constant_number(value: ir.Value | None) -> float | None:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from moe_onnx.errors import OptionError
-
-if TYPE_CHECKING:
-    pass
 
 # rule(g, node, *gradients of the outputs) -> a gradient for each input, None where there is none.
 # The gradient of an output that the loss does not use is None.
@@ -23,6 +19,21 @@ class _Entry:
     since: int
     until: int | None
     rule: Rule
+
+
+# Rules that return, after the gradients of a node's inputs, those of the outer values its subgraphs use.
+_CAPTURING: set[Rule] = set()
+
+
+def sees_captured(rule: Rule) -> Rule:
+    """Mark a rule as one that also returns gradients for ``g.captured(node)``; a decorator."""
+    _CAPTURING.add(rule)
+    return rule
+
+
+def captures(rule: Rule) -> bool:
+    """Whether a rule returns gradients of captured values too."""
+    return rule in _CAPTURING
 
 
 _RULES: dict[tuple[str, str], list[_Entry]] = {}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
 from moe_onnx.autodiff.emitter import Emitter
-from moe_onnx.autodiff.gradients import HALVES, Gradients, is_float, sizes
-from moe_onnx.autodiff.registry import find_rule
+from moe_onnx.autodiff.gradients import HALVES, Gradients, sizes
+from moe_onnx.autodiff.refusals import advice
+from moe_onnx.autodiff.registry import captures, find_rule
+from moe_onnx.autodiff.subgraphs import flowing, is_float, needed_in
 from moe_onnx.errors import GradientError, MoeOnnxError
 
 
@@ -27,43 +29,53 @@ def add_gradients(emitter: Emitter, loss: ir.Value, wrt: Sequence[ir.Value]) -> 
         GradientError: If an operator on the way has no rule, or if no differentiable path leads from
             the loss to something wanted.
     """
-    return _Walk(emitter, loss, wrt).run()
+    for value in (loss, *wrt):
+        if not is_float(value):
+            raise GradientError(f"'{value.name}' is {value.dtype}: only floating-point values have gradients.")
+    walk = _Walk(emitter, wrt)
+    one = walk.g.like(1.0, loss)
+    start = one if sizes(loss) == () else walk.g.op("Expand", one, walk.g.shape(loss))
+    walk.run([(loss, start)])
+    return [walk.result(value, loss) for value in wrt]
+
+
+def gradients_inside(
+    emitter: Emitter, seeds: Sequence[tuple[ir.Value, ir.Value]], wrt: Sequence[ir.Value]
+) -> list[ir.Value | None]:
+    """Emit, into a subgraph, the gradients for values that it uses; None where no path leads to one.
+
+    Args:
+        emitter: Of the subgraph.
+        seeds: Outputs of the subgraph and their gradients.
+        wrt: Values of the subgraph or of graphs around it.
+    """
+    walk = _Walk(emitter, wrt)
+    walk.run(seeds)
+    return [walk.total(value) for value in wrt]
 
 
 class _Walk:
-    def __init__(self, emitter: Emitter, loss: ir.Value, wrt: Sequence[ir.Value]) -> None:
-        self.emitter, self.loss, self.wrt = emitter, loss, wrt
+    def __init__(self, emitter: Emitter, wrt: Sequence[ir.Value]) -> None:
+        self.emitter = emitter
         self.nodes = list(emitter.graph)
-        for value in (loss, *wrt):
-            if not is_float(value):
-                raise GradientError(
-                    f"'{value.name}' is {value.dtype}: only floating-point values have gradients."
-                )
-        self.needed = self._needed()
+        self.needed = needed_in(self.nodes, wrt)
         self.g = Gradients(emitter, self.needed)
         self.parts: dict[ir.Value, list[ir.Value]] = {}
         self.reached_by: dict[ir.Value, ir.Node] = {}
 
-    def run(self) -> list[ir.Value]:
-        dims = sizes(self.loss)
-        one = self.g.like(1.0, self.loss)
-        self.parts[self.loss] = [one if dims == () else self.g.op("Expand", one, self.g.shape(self.loss))]
+    def run(self, seeds: Sequence[tuple[ir.Value, ir.Value]]) -> None:
+        """From values whose gradients are known to all that they depend on."""
+        for value, grad in seeds:
+            self.parts.setdefault(value, []).append(grad)
+        self.starts = {value for value, _ in seeds}
         for node in reversed(self.nodes):
-            grads = [self._total(out) for out in node.outputs]
-            if all(grad is None for grad in grads) or not any(v in self.needed for v in _inputs(node)):
+            grads = [self.total(out) for out in node.outputs]
+            if all(grad is None for grad in grads) or not any(v in self.needed for v in flowing(node)):
                 continue
             self._differentiate(node, grads)
-        return [self._result(value) for value in self.wrt]
 
-    def _needed(self) -> set[ir.Value]:
-        """Values on a differentiable path from something wanted; integers end such paths."""
-        needed = set(self.wrt)
-        for node in self.nodes:
-            if any(value in needed for value in _inputs(node)):
-                needed.update(out for out in node.outputs if is_float(out))
-        return needed
-
-    def _total(self, value: ir.Value) -> ir.Value | None:
+    def total(self, value: ir.Value) -> ir.Value | None:
+        """The sum of all parts of a gradient so far."""
         parts = self.parts.get(value)
         if not parts:
             return None
@@ -77,15 +89,16 @@ class _Walk:
         version = node.version or self.emitter.graph.opset_imports.get(node.domain)
         rule = find_rule("" if node.domain == "ai.onnx" else node.domain, node.op_type, version)
         label = f"{node.domain or 'ai.onnx'}::{node.op_type}"
-        if rule is None or (captured := [v for v in _captured(node) if v in self.needed]):
+        outer = self.g.captured(node)
+        if rule is None or (outer and not captures(rule)):
             why = (
                 f"has no gradient rule for opset {version}"
                 if rule is None
-                else f"uses '{captured[0].name}' inside a subgraph, which rules cannot see"
+                else f"uses '{outer[0].name}' inside a subgraph, which its rule cannot see"
             )
             raise GradientError(
-                f"{label} (node '{node.name}') {why}. Path from the loss: {self._path(node)}. Register a "
-                "rule with moe_onnx.register_gradient, or leave out of wrt what is reached only through it."
+                f"{label} (node '{node.name}') {why}. Path from the loss: {self._path(node)}. "
+                f"{advice(node, version)}"
             )
         try:
             with self.emitter.scope("grad"), self.emitter.scope(node.name or node.op_type):
@@ -96,28 +109,33 @@ class _Walk:
             raise GradientError(
                 f"{label} (node '{node.name}'): {error} Path from the loss: {self._path(node)}."
             ) from error
-        if len(parts) != len(node.inputs):
+        reached = set(flowing(node))
+        values = [*node.inputs, *outer] if captures(rule) else list(node.inputs)
+        if len(parts) != len(values):
             raise GradientError(
                 f"{label} (node '{node.name}'): its gradient rule returned {len(parts)} values for "
-                f"{len(node.inputs)} inputs. Return one for each, None where there is no gradient."
+                f"{len(values)} inputs. Return one for each, None where there is no gradient."
             )
-        for value, part in zip(node.inputs, parts, strict=True):
-            if value is None or value not in self.needed:
+        for i, (value, part) in enumerate(zip(values, parts, strict=True)):
+            if value is None or value not in self.needed or value not in reached:
                 continue
+            if part is None and i >= len(node.inputs):
+                continue  # no path leads to it in the subgraph
             if part is None:
                 raise GradientError(
                     f"{label} (node '{node.name}') is not differentiable for its input '{value.name}', and "
                     f"something wanted is behind it. Path from the loss: {self._path(node)}."
                 )
-            self.parts.setdefault(value, []).append(part)
+            self.parts.setdefault(value, []).append(part)  # type: ignore[arg-type]
             self.reached_by.setdefault(value, node)
 
-    def _result(self, value: ir.Value) -> ir.Value:
-        total = self._total(value)
+    def result(self, value: ir.Value, loss: ir.Value) -> ir.Value:
+        """The gradient of something wanted, in its own dtype."""
+        total = self.total(value)
         if total is None:
             raise GradientError(
-                f"The loss '{self.loss.name}' has no differentiable path to '{value.name}': "
-                f"{self._why_not(value)}."
+                f"The loss '{loss.name}' has no differentiable path to '{value.name}': "
+                f"{self._why_not(value, loss)}."
             )
         narrowed = self._narrowed(total, value)
         assert narrowed is not None
@@ -129,7 +147,7 @@ class _Walk:
 
     def _path(self, node: ir.Node) -> str:
         steps = [node]
-        while not any(out is self.loss for out in steps[-1].outputs):
+        while not any(out in self.starts for out in steps[-1].outputs):
             reached = [self.reached_by[out] for out in steps[-1].outputs if out in self.reached_by]
             if not reached:
                 break
@@ -137,38 +155,18 @@ class _Walk:
         names = [f"{step.op_type} '{step.name}'" for step in reversed(steps)]
         if len(names) > 9:
             names = [*names[:4], f"({len(names) - 8} more)", *names[-4:]]
-        return " <- ".join([f"'{self.loss.name}'", *names])
+        start = next((out.name for out in steps[-1].outputs if out in self.starts), "?")
+        return " <- ".join([f"'{start}'", *names])
 
-    def _why_not(self, value: ir.Value) -> str:
+    def _why_not(self, value: ir.Value, loss: ir.Value) -> str:
         """Follow the value forward: the node where the path ends, or that there is none."""
         reached, blocked = {value}, []
         for node in self.nodes:
-            if any(v in reached for v in _inputs(node)):
+            if any(v in reached for v in flowing(node)):
                 reached.update(node.outputs)
                 if not any(out in self.needed for out in node.outputs):
                     blocked.append(node)
-        if self.loss not in reached:
+        if loss not in reached:
             return "the loss does not depend on it"
         ends = ", ".join(f"{n.op_type} '{n.name}'" for n in blocked[:3])
         return f"every path from it ends in integers or booleans, at {ends}"
-
-
-def _captured(node: ir.Node) -> Iterable[ir.Value]:
-    """Values of outer graphs that a node's subgraphs use."""
-    for attr in node.attributes.values():
-        graphs = (
-            [attr.as_graph()]
-            if attr.type == ir.AttributeType.GRAPH
-            else attr.as_graphs()
-            if attr.type == ir.AttributeType.GRAPHS
-            else []
-        )
-        for graph in graphs:
-            for inner in graph.all_nodes():
-                yield from (v for v in inner.inputs if v is not None and v.graph is not graph)
-            yield from (v for v in graph.outputs if v.graph is not graph)
-
-
-def _inputs(node: ir.Node) -> Iterable[ir.Value]:
-    yield from (v for v in node.inputs if v is not None)
-    yield from _captured(node)

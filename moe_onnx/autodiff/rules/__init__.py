@@ -2,13 +2,30 @@
 
 from moe_onnx.autodiff.rules import (
     activations,
+    control,
+    einsum,
     elementwise,
     indexing,
     matmul,
     moe,
     normalization,
     reduction,
+    scattering,
     shaping,
+    slicing,
 )
 
-FAMILIES = (activations, elementwise, indexing, matmul, moe, normalization, reduction, shaping)
+FAMILIES = (
+    activations,
+    control,
+    einsum,
+    elementwise,
+    indexing,
+    matmul,
+    moe,
+    normalization,
+    reduction,
+    scattering,
+    shaping,
+    slicing,
+)

@@ -43,45 +43,43 @@ def gather_elements(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     return [g.op("ScatterElements", g.zeros_like(x, d), index, d, axis=axis, reduction="add"), None]
 
 
-@register_gradient("ScatterElements", since=11)
-def scatter_elements(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
-    """Elements that were overwritten have gradient 0; updates get that of where they went."""
-    x, index, updates = node.inputs
-    axis, reduction = attribute(node, "axis", 0), attribute(node, "reduction", "none")
-    if reduction not in ("none", "add"):
-        raise GradientError(f"reduction='{reduction}' has no gradient rule.")
-    taken = g.op("GatherElements", d, index, axis=axis)
-    if reduction == "add" or not g.needs(x):
-        return [d, None, taken]
-    assert updates is not None
-    zeros = g.zeros_like(updates, d)
-    return [g.op("ScatterElements", d, index, zeros, axis=axis), None, taken]
-
-
 @register_gradient("GatherND", since=11)
 def gather_nd(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     """As Gather, of the rows that are left when the indexed axes are made one."""
     x, index = node.inputs
     assert x is not None and index is not None
-    if attribute(node, "batch_dims", 0):
-        raise GradientError("only batch_dims=0 has a gradient rule.")
+    row, depth = rows_of(g, x, index, attribute(node, "batch_dims", 0))
+    flat = g.op("Flatten", g.zeros_like(x, d), axis=depth)
+    whole = g.op("Concat", g.op("Shape", row, end=1), g.op("Shape", flat, start=1), axis=0)
+    grads = g.op("Reshape", d, whole, allowzero=1)
+    summed = g.op("ScatterElements", flat, g.op("Expand", row, whole), grads, axis=0, reduction="add")
+    return [g.reshape_like(summed, x), None]
+
+
+def rows_of(g: Gradients, x: ir.Value, index: ir.Value, batch_dims: int) -> tuple[ir.Value, int]:
+    """Which row of x each index of a GatherND or ScatterND means, (N, 1), and how many axes make a row's number.
+
+    Raises:
+        GradientError: If the rank of the indices, or how long they are, is not known.
+    """
     g.rank(index)
-    depth = (sizes(index) or (None,))[-1]
-    if not isinstance(depth, int):
+    length = (sizes(index) or (None,))[-1]
+    if not isinstance(length, int):
         raise GradientError(f"the last size of '{index.name}' must be known.")
-    dims = [g.size(x, axis) for axis in range(depth)]
+    dims = [g.size(x, axis) for axis in range(batch_dims, batch_dims + length)]
     strides = [g.constant([1])]
     for dim in dims[:0:-1]:
         strides.insert(0, g.mul(strides[0], dim))
     limits = g.op("Concat", *dims, axis=0)
     positive = g.op("Where", g.op("Less", index, g.constant(0)), g.add(index, limits), index)
     row = g.sum(g.mul(positive, g.op("Concat", *strides, axis=0)), [-1], keepdims=False)
-    row = g.op("Reshape", row, g.constant([-1, 1]))
-    flat = g.op("Flatten", g.zeros_like(x, d), axis=depth)
-    whole = g.op("Concat", g.op("Shape", row, end=1), g.op("Shape", flat, start=1), axis=0)
-    grads = g.op("Reshape", d, whole, allowzero=1)
-    summed = g.op("ScatterElements", flat, g.op("Expand", row, whole), grads, axis=0, reduction="add")
-    return [g.reshape_like(summed, x), None]
+    if batch_dims:
+        row = g.op("Flatten", row, axis=batch_dims)
+        count = g.op("Shape", row, start=0, end=1)
+        batch = g.op("Range", g.constant(0), g.op("Reshape", count, g.constant([])), g.constant(1))
+        each = g.mul(strides[0], dims[0])
+        row = g.add(row, g.mul(g.op("Unsqueeze", batch, g.constant([1])), each))
+    return g.op("Reshape", row, g.constant([-1, 1])), batch_dims + length
 
 
 @register_gradient("TopK", since=11)

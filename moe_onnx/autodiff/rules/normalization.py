@@ -12,18 +12,46 @@ Grads = list[ir.Value | None]
 
 
 @register_gradient("LayerNormalization", since=17)
-def layer_normalization(g: Gradients, node: ir.Node, d: ir.Value | None, *others: ir.Value | None) -> Grads:
-    """With ``n = (x - mean) r``: ``r (e - mean(e) - n mean(e n))`` for ``e = d scale``."""
+def layer_normalization(
+    g: Gradients,
+    node: ir.Node,
+    d: ir.Value | None,
+    d_mean: ir.Value | None = None,
+    d_inverse: ir.Value | None = None,
+) -> Grads:
+    """With ``n = (x - mean) r``: ``r (e - mean(e) - n mean(e n))`` for ``e = d scale``; and of Mean and r."""
     x, scale, bias = [*node.inputs, None][:3]
     assert x is not None and scale is not None
-    if d is None or any(other is not None for other in others):
-        raise GradientError("only the output Y has a gradient rule; the loss uses Mean or InvStdDev.")
     axes = list(range(attribute(node, "axis", -1) % g.rank(x), g.rank(x)))
     centred = g.sub(_wide(g, x), _mean(g, _wide(g, x), axes))
     norm, root = _normed(g, node, centred, axes)
-    dx, dscale = _scaled(g, node, d, norm, root, axes, centre=True)
-    dbias = g.unbroadcast(d, bias, node.outputs[0]) if bias is not None and g.needs(bias) else None
-    return [dx, dscale, dbias][: len(node.inputs)]
+    parts: Grads = []
+    dscale = dbias = None
+    if d is not None:
+        dx, dscale = _scaled(g, node, d, norm, root, axes, centre=True)
+        parts = [] if dx is None else [dx]
+        dbias = g.unbroadcast(d, bias, node.outputs[0]) if bias is not None and g.needs(bias) else None
+    elif g.needs(scale) or (bias is not None and g.needs(bias)):
+        alive = d_inverse if d_mean is None else d_mean
+        assert alive is not None
+        dscale = g.zeros_like(scale, alive)
+        dbias = None if bias is None else g.zeros_like(bias, alive)
+    if g.needs(x):
+        for grad, slope in ((d_mean, None), (d_inverse, g.neg(g.mul(g.mul(root, root), norm)))):
+            if grad is not None:
+                each = g.div(g.cast(grad, norm), _count(g, x, root, norm))
+                each = g.op("Expand", each, g.op("Shape", x)) if slope is None else g.mul(each, slope)
+                parts.append(g.cast(each, x))
+    total = None
+    for part in parts:
+        total = part if total is None or part is None else g.add(total, part)
+    return [total, dscale, dbias][: len(node.inputs)]
+
+
+def _count(g: Gradients, x: ir.Value, root: ir.Value, like: ir.Value) -> ir.Value:
+    """How many elements a mean is of; 1 where there is nothing."""
+    means = g.op("Max", g.op("Size", root), g.constant(1))
+    return g.cast(g.div(g.op("Size", x), means), like)
 
 
 @register_gradient("RMSNormalization", since=23)
@@ -34,6 +62,55 @@ def rms_normalization(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     axes = list(range(attribute(node, "axis", -1) % g.rank(x), g.rank(x)))
     norm, root = _normed(g, node, _wide(g, x), axes)
     return list(_scaled(g, node, d, norm, root, axes, centre=False))
+
+
+@register_gradient("InstanceNormalization", since=6)
+def instance_normalization(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """As LayerNormalization, over the axes behind the channels, with one scale a channel."""
+    x, scale, bias = node.inputs
+    assert x is not None and scale is not None and bias is not None
+    rank = g.rank(x)
+    axes, others = list(range(2, rank)), [0, *range(2, rank)]
+    wide, wide_d = _wide(g, x), _wide(g, d)
+    norm, root = _normed(g, node, g.sub(wide, _mean(g, wide, axes)), axes)
+    dx = dscale = dbias = None
+    if g.needs(x):
+        channels = g.op("Unsqueeze", _wide(g, scale), g.constant(list(range(1, rank - 1))))
+        e = g.mul(wide_d, channels)
+        across = g.mul(norm, _mean(g, g.mul(e, norm), axes))
+        dx = g.cast(g.mul(g.sub(g.sub(e, _mean(g, e, axes)), across), root), x)
+    if g.needs(scale):
+        dscale = g.cast(g.sum(g.mul(wide_d, norm), others, keepdims=False), scale)
+    if g.needs(bias):
+        dbias = g.cast(g.sum(wide_d, others, keepdims=False), bias)
+    return [dx, dscale, dbias]
+
+
+@register_gradient("BatchNormalization", since=15)
+def batch_normalization(g: Gradients, node: ir.Node, d: ir.Value | None, *others: ir.Value | None) -> Grads:
+    """With running statistics: ``y = (x - mean) scale / sqrt(var + epsilon) + bias`` by channel."""
+    if attribute(node, "training_mode", 0):
+        raise GradientError("training_mode=1 has no gradient rule; training_mode=0 has.")
+    x, scale, bias, mean, var = node.inputs
+    assert d is not None and x and scale and bias and mean and var
+    rank = g.rank(x)
+    axes = [axis for axis in range(rank) if axis != 1]
+
+    def channels(value: ir.Value) -> ir.Value:
+        value = g.cast(value, x)
+        return g.op("Unsqueeze", value, g.constant(list(range(1, rank - 1)))) if rank > 2 else value
+
+    epsilon = g.like(float(attribute(node, "epsilon", 1e-5)), var)
+    root = g.op("Reciprocal", g.op("Sqrt", g.add(var, epsilon)))
+    gain = g.mul(scale, g.cast(root, scale))
+    dbias = g.sum(d, axes, keepdims=False)
+    centred = g.sub(x, channels(mean))
+    against = g.sum(g.mul(d, centred), axes, keepdims=False)  # d loss / d gain
+    dscale = g.mul(g.cast(against, scale), g.cast(root, scale))
+    dmean = g.neg(g.mul(g.cast(dbias, mean), g.cast(gain, mean)))
+    cube = g.mul(g.mul(root, root), g.mul(root, g.like(-0.5, var)))
+    dvar = g.mul(g.mul(g.cast(against, var), g.cast(scale, var)), cube)
+    return [g.mul(d, channels(gain)), dscale, g.cast(dbias, bias), dmean, dvar]
 
 
 @register_gradient("SoftmaxCrossEntropyLoss", since=12)

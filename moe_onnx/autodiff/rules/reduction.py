@@ -64,6 +64,30 @@ def reduce_l2(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     return _reduced(g, node, gradient)
 
 
+@register_gradient("ReduceLogSum")
+def reduce_log_sum(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``d / sum(x)``."""
+    y = node.outputs[0]
+    slope = g.div(d, g.op("Exp", y))
+    return _reduced(g, node, lambda x: g.op("Expand", _kept(g, node, slope), g.op("Shape", x)))
+
+
+@register_gradient("ReduceProd")
+def reduce_prod(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``d`` times the product of all other elements, also where some are 0."""
+
+    def gradient(x: ir.Value) -> ir.Value:
+        zero, one = g.like(0.0, x), g.like(1.0, x)
+        is_zero = g.op("Equal", x, zero)
+        safe, zeros = g.op("Where", is_zero, one, x), g.cast(is_zero, x)
+        product = _like_node(g, node, "ReduceProd", safe)
+        count = _like_node(g, node, "ReduceSum", zeros)
+        others = g.div(g.mul(_kept(g, node, d), product), safe)
+        return g.op("Where", g.op("Equal", count, zeros), others, zero)
+
+    return _reduced(g, node, gradient)
+
+
 @register_gradient("ReduceMax")
 @register_gradient("ReduceMin")
 def reduce_extremum(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
@@ -128,4 +152,6 @@ def _like_node(g: Gradients, node: ir.Node, op_type: str, value: ir.Value) -> ir
     """Reduce ``value`` along the axes of the node, which are kept as 1."""
     axes = _axes(g, node)
     noop = attribute(node, "noop_with_empty_axes", 0)
+    if op_type != "ReduceSum" and g.emitter.graph.opset_imports[""] < 18:  # axes are an attribute there
+        return g.op(op_type, value, axes=None if axes is None else constant_ints(axes), keepdims=1)
     return g.op(op_type, value, *([] if axes is None else [axes]), keepdims=1, noop_with_empty_axes=noop)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from moe_onnx.autodiff.gradients import Gradients, attribute, constant_ints, sizes
+from moe_onnx.autodiff.gradients import Gradients, attribute, sizes
 from moe_onnx.autodiff.registry import register_gradient
-from moe_onnx.errors import GradientError
 
 Grads = list[ir.Value | None]
 
@@ -57,45 +56,6 @@ def split(g: Gradients, node: ir.Node, *d: ir.Value | None) -> Grads:
     ]
     whole = parts[0] if len(parts) == 1 else g.op("Concat", *parts, axis=attribute(node, "axis", 0))
     return [whole, *[None] * (len(node.inputs) - 1)]
-
-
-@register_gradient("Slice", since=10)
-def slice_(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
-    """Zeros where nothing was taken. Steps must be 1, starts and axes constants."""
-    x, starts_value, _, axes_value, steps_value = [*node.inputs, None, None][:5]
-    assert x is not None
-    starts, steps = constant_ints(starts_value), constant_ints(steps_value)
-    if starts is None or (steps_value is not None and set(steps or [0]) != {1}):
-        raise GradientError("only a Slice with constant starts and steps of 1 has a gradient rule.")
-    rank = g.rank(x)
-    axes = list(range(len(starts))) if axes_value is None else constant_ints(axes_value)
-    if axes is None:
-        raise GradientError("only a Slice with constant axes has a gradient rule.")
-    axes = [axis % rank for axis in axes]
-    zero = g.constant([0])
-    before, after = [], []
-    for start, axis in zip(starts, axes, strict=True):
-        size = g.op("Shape", x, start=axis, end=axis + 1)
-        length = g.op("Shape", d, start=axis, end=axis + 1)
-        if start < 0:
-            first = g.op("Max", g.op("Add", size, g.constant([start])), zero)
-        else:
-            first = g.op("Min", g.constant([start]), size) if start else zero
-        before.append(first)
-        after.append(g.op("Sub", g.op("Sub", size, length), first))
-    pads = g.op("Concat", *before, *after, axis=0)
-    grad = g.op("Pad", d, pads, None, g.constant(axes))
-    return [grad, *[None] * (len(node.inputs) - 1)]
-
-
-@register_gradient("Pad", since=11)
-def pad(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
-    """Pads of the other sign: what was added is cropped, what was cropped has gradient 0."""
-    if attribute(node, "mode", "constant") != "constant":
-        raise GradientError("only mode='constant' has a gradient rule.")
-    pads, axes = node.inputs[1], node.inputs[3] if len(node.inputs) > 3 else None
-    grad = g.op("Pad", d, g.op("Neg", pads), *([] if axes is None else [None, axes]))
-    return [grad, *[None] * (len(node.inputs) - 1)]
 
 
 @register_gradient("Tile", since=6)
