@@ -68,8 +68,8 @@ def init(x: str = "g", y: str = "y", name: str = "the_node", **attributes: Any) 
 
 def model_of(*nodes: onnx.NodeProto, functions: Any = (), opset: int = 21, **how: Any) -> onnx.ModelProto:
     inputs = [
-        helper.make_tensor_value_info("g", TensorProto.FLOAT, [None, 4]),
-        helper.make_tensor_value_info("i", TensorProto.INT32, [None]),
+        helper.make_tensor_value_info("g", TensorProto.FLOAT, ["N", 4]),
+        helper.make_tensor_value_info("i", TensorProto.INT32, ["N"]),
     ]
     outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [None, None])]
     graph = helper.make_graph(nodes, "graph", inputs, outputs, **how)
