@@ -239,6 +239,40 @@ def test_legalized_nodes_run_in_a_plain_session() -> None:
     np.testing.assert_array_equal(got, WANT)
 
 
+FORMS = {
+    "body": ({}, "body"),
+    "native": ({}, "native"),
+    "float16": ({"dtype": "float16"}, "body"),
+    "bfloat16": ({"dtype": "bfloat16"}, "body"),
+    "drop_pad": ({"dispatch_mode": "drop_pad", "expert_capacity": 4}, "body"),
+    "routing_map": ({"dispatch": "routing_map"}, "body"),
+    "many experts": ({"num_experts": 24}, "body"),
+}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("form", FORMS)
+def test_training_steps_expand_to_the_bit(form: str) -> None:
+    """Whole steps with their updates, in plain standard operators: losses, gradients and parameters."""
+    fields, optimize_for = FORMS[form]
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    }
+    config = moe_onnx.MoeLMConfig(**{**sizes, **fields})  # type: ignore[arg-type]
+    model = moe_onnx.build_training_graph(config, assembly="step", optimize_for=optimize_for).models["step"]
+    done = moe_onnx.rewrite_model(model, ["expand"])
+    assert not done.model.functions
+    ran = [line for line in done.report.verified if "left out" not in line]
+    assert len(ran) >= 4
+    assert all("the same to the bit" in line for line in ran)
+    assert not apply_passes(done.model, ["expand"]).report.applied
+    assert moe_onnx.rewrite_model(model, ["legalize"]).report.verified
+
+
 def test_strip_takes_what_is_asked_for() -> None:
     """Functions that only functions call which nothing calls go too; the others stay."""
 
@@ -343,6 +377,31 @@ def test_external_data_stays_beside_the_model(tmp_path: Path) -> None:
             session.run(None, FEED)[0], WANT + np.arange(1.0, 5.0, dtype=np.float32)
         )
     assert moe_onnx.validate(tmp_path / "b" / "plain.onnx").ok
+
+
+def test_external_data_is_lifted_by_casts(tmp_path: Path) -> None:
+    """The weights stay float32 on disk, also for branches that read them; one has a ``w`` of its own."""
+    other = helper.make_tensor("w", FLOAT, [4], [1.0] * 4)
+    branches = []
+    for name, own in (("t", []), ("e", [other])):
+        value = helper.make_tensor_value_info(name, FLOAT, [None, 4])
+        add = helper.make_node("Add", ["x", "w"], [name])
+        branches.append(helper.make_graph([add], name, [], [value], initializer=own))
+    size = helper.make_node("Size", ["x"], ["size"])
+    yes = helper.make_node("Cast", ["size"], ["yes"], to=TensorProto.BOOL)
+    node = helper.make_node("If", ["yes"], ["z"], "if", then_branch=branches[0], else_branch=branches[1])
+    taken = helper.make_node("Mul", ["z", "w"], ["w/float64"])
+    last = helper.make_node("Identity", ["w/float64"], ["y"])
+    onnx.save(simple(size, yes, node, taken, last, initializer=[external("w", [4])]), tmp_path / "m.onnx")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "w.bin").write_bytes(np.array([1, 2, 3, 4], np.float32).tobytes())
+    done = moe_onnx.rewrite_model(tmp_path / "m.onnx", ["to_float64"])
+    assert done.model.graph.initializer[0] == external("w", [4])
+    session = moe_onnx.InferenceSession(done.save(tmp_path / "d.onnx"))
+    (got,) = session.run(None, {"x": np.ones((1, 4))})
+    assert got.dtype == np.float64
+    np.testing.assert_array_equal(got, [[2, 6, 12, 20]])
+    assert not apply_passes(done.model, ["to_float64"]).report.applied
 
 
 def test_external_data_that_cannot_be_brought(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto, NodeProto, TensorProto
 
 from moe_onnx.adapters.python_ops import SESSION_DOMAIN
 from moe_onnx.rewrite.legalize import BODY_DOMAIN, legalize
@@ -44,7 +44,8 @@ def lift(model: ModelProto, notes: Notes) -> ModelProto:
     for place, node in _new(before, lifted):
         mark(node, "to_float64")
         notes.applied(node, "in double precision", place)
-    tensors = sum(tensor.data_type == 1 for tensor in model.graph.initializer)
+    held = (t for t in model.graph.initializer if t.data_location != TensorProto.EXTERNAL)
+    tensors = sum(tensor.data_type == 1 for tensor in held)
     values = sum(value.type.tensor_type.elem_type == 1 for value in (*model.graph.input, *model.graph.output))
     notes.applied("", f"{tensors} initializers, {values} inputs and outputs of float32 are of float64")
     return lifted
@@ -95,8 +96,8 @@ LEGALIZE = Pass(
 TO_FLOAT64 = Pass(
     "to_float64",
     summary="Double precision wherever there was float32, for finite differences.",
-    needs="a model of float32 whose weights are in the model file",
-    leaves="float64 inputs, outputs, constants and casts; float32 constants keep their values",
+    needs="a model of float32, none of its floats of 16 bits",
+    leaves="float64 inputs, outputs, constants and casts, of the same values; external data stays float32",
     apply=lift,
     tolerance=_LIFTED,
     other_floats=True,

@@ -45,13 +45,16 @@ def drawn(subject: Subject, seed: int, size: int = 0) -> Case | str:
 def adversarial(subject: Subject, base: Case, seed: int, *, exact: bool) -> Iterator[Case]:
     """Other inputs of the same model: a model may refuse some of them.
 
+    Parameters and state of a training graph stay as they were drawn, but for one case.
+
     Args:
         subject: The model.
         base: Inputs that it runs with.
         seed: Of what is drawn.
         exact: Whether NaN and infinities are among them: only what keeps every bit keeps these.
     """
-    fixed = _parameters(subject)
+    roles = _roles(subject)
+    fixed = {name for name, role in roles.items() if role in ("parameter", "state")} | {"lr", "step"}
     own = [name for name, value in base.values.items() if name not in fixed and value.size]
     floats = [name for name in own if is_float(base.values[name])]
     if floats:
@@ -64,6 +67,9 @@ def adversarial(subject: Subject, base: Case, seed: int, *, exact: bool) -> Iter
         yield _with(base, "values of few digits: some scores tie", quarters)
         if exact:
             yield _with(base, "NaN and infinity", {name: _broken(base.values[name]) for name in floats})
+    if parameters := [name for name, role in roles.items() if role == "parameter" and name in base.values]:
+        zeros = {name: np.zeros_like(base.values[name]) for name in parameters}
+        yield _with(base, "parameters of zero: all scores tie", zeros)
     routed = _routed(subject)
     if free := [name for name in own if name not in routed]:
         yield _with(base, "all rows alike", {name: _first_row(base.values[name]) for name in free})
@@ -85,13 +91,11 @@ def _draw(subject: Subject, seed: int, sizes: Mapping[str, int]) -> Feeds | Skip
     return draw_feeds(subject, np.random.default_rng(seed), sizes)
 
 
-def _parameters(subject: Subject) -> set[str]:
-    """Inputs of a training graph that are no batch: they stay as training starts with them."""
+def _roles(subject: Subject) -> dict[str, str]:
+    """What the inputs of a training graph are."""
     manifest = manifest_of(subject)
-    if manifest is None:
-        return set()
-    roles = {info.name: info.role for graph in manifest.graphs.values() for info in graph.inputs}
-    return {name for name, role in roles.items() if role in ("parameter", "state")} | {"lr", "step"}
+    graphs = {} if manifest is None else manifest.graphs
+    return {info.name: info.role for graph in graphs.values() for info in graph.inputs}
 
 
 def _routed(subject: Subject) -> set[str]:
