@@ -36,6 +36,7 @@ from moe_onnx.errors import (
     RoutingMapError,
     ShapeError,
     ValidationError,
+    VerificationError,
 )
 from moe_onnx.kernels.native import native_library_path
 from moe_onnx.operators.moe_adam_w import moe_adam_w
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from moe_onnx.runtime.train import train
     from moe_onnx.runtime.training_session import TrainingSession
     from moe_onnx.validation.device.compare import compare
+    from moe_onnx.validation.rewriting.rewrite import rewrite_model
     from moe_onnx.validation.validate import validate
 
 __version__ = PACKAGE_VERSION
@@ -110,6 +112,7 @@ __all__ = [
     "TrainingGraph",
     "TrainingSession",
     "ValidationError",
+    "VerificationError",
     "__version__",
     "add_function_bodies",
     "build_training_graph",
@@ -135,6 +138,7 @@ __all__ = [
     "reference_ops",
     "register",
     "register_gradient",
+    "rewrite_model",
     "save_checkpoint",
     "save_pretrained",
     "train",
@@ -162,6 +166,7 @@ _ON_FIRST_USE = {
     "TrainingSession": "moe_onnx.runtime.training_session",
     "inspect": "moe_onnx.inspection.inspection",
     "compare": "moe_onnx.validation.device.compare",
+    "rewrite_model": "moe_onnx.validation.rewriting.rewrite",
     "validate": "moe_onnx.validation.validate",
 }
 

@@ -8,6 +8,8 @@ for the same mistake (161001 missing tensor, 161002 unsupported dtype, 561002 ev
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 ACLNN_ERR_PARAM_NULLPTR = 161001
 ACLNN_ERR_PARAM_INVALID = 161002
 ACLNN_ERR_INNER_TILING_ERROR = 561002
@@ -156,3 +158,26 @@ class ValidationError(MoeOnnxError, ValueError):
     def __init__(self, message: str, *, report: object) -> None:
         super().__init__(message)
         self.report = report
+
+
+class VerificationError(ModelError):
+    """A rewritten model does not do what it did, or that could not be shown; the original is as it was.
+
+    Attributes:
+        output: Name of the output that differed most, ``""`` where none was compared.
+        difference: By how much, as a share of its largest value.
+        inputs: With which inputs, by name; empty where it was not run.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        output: str = "",
+        difference: float = 0.0,
+        inputs: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.output = output
+        self.difference = difference
+        self.inputs = dict(inputs or {})

@@ -13,7 +13,7 @@ import moe_onnx
 from moe_onnx.build.moe_options import DTYPES, FORMS
 from moe_onnx.build.recipe import Schedule
 from moe_onnx.build.training_graph import TrainingGraph
-from moe_onnx.cli import graphs, huggingface, inspection, language, training, validation
+from moe_onnx.cli import graphs, huggingface, inspection, language, rewriting, training, validation
 from moe_onnx.cli.commands import show_info, write_cards, write_pages, write_shelf
 from moe_onnx.cli.options import ASSEMBLY, CONSOLE, INTERRUPTED, Commands, build, model_options, recipe_of
 from moe_onnx.cli.schedule import SCALE, schedule_options
@@ -44,6 +44,7 @@ def main() -> None:
       moe-onnx inspect mixtral-8x7b                  what a model costs
       moe-onnx info model                            what is in them
       moe-onnx validate model/grad.onnx --level run  whether they are right
+      moe-onnx rewrite model/grad.onnx --passes expand -o plain.onnx      in standard operators alone
 
     Exit codes: 0 done, 1 the work failed (a loss that is not finite, errors found), 2 wrong usage or input,
     130 interrupted.
@@ -306,6 +307,7 @@ for command in (
     *huggingface.COMMANDS,
     *inspection.COMMANDS,
     *language.COMMANDS,
+    *rewriting.COMMANDS,
     *validation.COMMANDS,
 ):
     main.add_command(command)

@@ -15,13 +15,14 @@ import onnx.inliner
 import onnx.shape_inference
 from onnx import GraphProto, ModelProto, NodeProto, numpy_helper
 
+from moe_onnx.adapters.light import light_copy
 from moe_onnx.adapters.schema import inference_goes_on
 from moe_onnx.errors import ModelError, OptionError
 from moe_onnx.inspection.integers import known_integers, put_in
 from moe_onnx.inspection.tensors import Tensor, attribute
 from moe_onnx.spec import DOMAIN
 from moe_onnx.validation.subject import normal_domain
-from moe_onnx.validation.types import endless, light_copy, propagates
+from moe_onnx.validation.types import endless, propagates
 
 MOST_PASSES = 12  # of inference: splits of splits become known one after the other
 

@@ -24,6 +24,7 @@ from onnx import (
 )
 
 from moe_onnx.errors import ModelError
+from moe_onnx.rewrite.nodes import fresh, names_of
 from moe_onnx.spec import DOMAIN
 
 _FLOAT, _DOUBLE = TensorProto.FLOAT, TensorProto.DOUBLE
@@ -37,46 +38,101 @@ def to_float64(model: ModelProto) -> ModelProto:
     Inputs, outputs, constants and casts change their type; float32 constants keep their values.
     Function bodies of ``ascend.moe`` operators serve every float type and stay as they are. ``Erf``,
     ``Gelu`` and ``Softplus``, of which onnxruntime has no double kernels, become functions of the model,
-    right to 1e-14.
+    right to 1e-14. Initializers with external data stay float32 on disk, and a Cast makes doubles of them.
 
     Raises:
         ModelError: If the model holds 16-bit floats, whose rounding a lifted graph would not have, or
-            float32 data outside the model file.
+            float32 data outside the model file that a Cast cannot follow: of a Constant, or of an input's
+            default or an output.
     """
     lifted = ModelProto()
     lifted.CopyFrom(model)
-    _lift_graph(lifted.graph)
+    names = names_of(lifted)
+    _lift_graph(lifted.graph, names)
     for function in lifted.functions:
         if function.domain != DOMAIN:
-            _lift_nodes(function.node)
+            _lift_nodes(function.node, names)
             for value in function.value_info:
                 _lift_type(value.type, value.name)
     _replace_missing(lifted)
     return lifted
 
 
-def _lift_graph(graph: GraphProto) -> None:
+def _lift_graph(graph: GraphProto, names: set[str]) -> None:
+    fixed = {value.name for value in (*graph.input, *graph.output)}
+    outside = [t.name for t in graph.initializer if _is_outside(t) and t.name not in fixed]
     for value in (*graph.input, *graph.output, *graph.value_info):
-        _lift_type(value.type, value.name)
+        if value.name not in outside:
+            _lift_type(value.type, value.name)
     for tensor in graph.initializer:
-        _lift_tensor(tensor)
+        if tensor.name not in outside:
+            _lift_tensor(tensor)
     for sparse in graph.sparse_initializer:
         _lift_tensor(sparse.values)
-    _lift_nodes(graph.node)
+    _lift_nodes(graph.node, names)
+    read = _read_as_floats(graph.node)
+    _cast(graph, {name: fresh(f"{name}/float64", names) for name in outside if name in read})
 
 
-def _lift_nodes(nodes: Iterable[NodeProto]) -> None:
+def _is_outside(tensor: TensorProto) -> bool:
+    return tensor.data_type == _FLOAT and onnx.external_data_helper.uses_external_data(tensor)
+
+
+def _read_as_floats(nodes: Iterable[NodeProto]) -> set[str]:
+    """All that nodes read, those of subgraphs too, but for what Casts make doubles of."""
+    found: set[str] = set()
+    for node in nodes:
+        if node.op_type != "Cast" or not any(a.name == "to" and a.i == _DOUBLE for a in node.attribute):
+            found.update(node.input)
+        for attr in node.attribute:
+            for graph in [attr.g] if attr.type == AttributeProto.GRAPH else attr.graphs:
+                inside = _read_as_floats(graph.node) | {value.name for value in graph.output}
+                found |= inside - _own_names(graph)
+    return found
+
+
+def _cast(graph: GraphProto, renamed: dict[str, str]) -> None:
+    """Have nodes read doubles that Casts make of tensors which stay float32."""
+    if renamed:
+        _rename(graph.node, renamed)
+        nodes = [
+            helper.make_node("Cast", [name], [new], name=new, to=_DOUBLE) for name, new in renamed.items()
+        ]
+        nodes += graph.node
+        del graph.node[:]
+        graph.node.extend(nodes)
+
+
+def _own_names(graph: GraphProto) -> set[str]:
+    named = {value.name for value in (*graph.input, *graph.initializer)}
+    return named | {name for node in graph.node for name in node.output}
+
+
+def _rename(nodes: Iterable[NodeProto], renamed: dict[str, str]) -> None:
+    for node in nodes:
+        for i, name in enumerate(node.input):
+            node.input[i] = renamed.get(name, name)
+        for attr in node.attribute:
+            for graph in [attr.g] if attr.type == AttributeProto.GRAPH else attr.graphs:
+                own = _own_names(graph)
+                inside = {name: new for name, new in renamed.items() if name not in own}
+                _rename(graph.node, inside)
+                for value in graph.output:
+                    value.name = inside.get(value.name, value.name)
+
+
+def _lift_nodes(nodes: Iterable[NodeProto], names: set[str]) -> None:
     for node in nodes:
         for attr in node.attribute:
-            _lift_attribute(node, attr)
+            _lift_attribute(node, attr, names)
 
 
-def _lift_attribute(node: NodeProto, attr: AttributeProto) -> None:
+def _lift_attribute(node: NodeProto, attr: AttributeProto, names: set[str]) -> None:
     if attr.type == AttributeProto.GRAPH:
-        _lift_graph(attr.g)
+        _lift_graph(attr.g, names)
     elif attr.type == AttributeProto.GRAPHS:
         for graph in attr.graphs:
-            _lift_graph(graph)
+            _lift_graph(graph, names)
     elif attr.type == AttributeProto.TENSOR:
         _lift_tensor(attr.t)
     elif attr.name in _TYPE_ATTRIBUTES and attr.type == AttributeProto.INT and attr.i == _FLOAT:
@@ -91,7 +147,7 @@ def _lift_tensor(tensor: TensorProto) -> None:
     _refuse_16_bits(tensor.data_type, tensor.name)
     if tensor.data_type != _FLOAT:
         return
-    if onnx.external_data_helper.uses_external_data(tensor):
+    if _is_outside(tensor):
         raise ModelError(
             f"to_float64: tensor '{tensor.name}' has its data in another file. Load the model with its data."
         )
