@@ -20,6 +20,7 @@ from moe_onnx.imported.choice import chosen
 from moe_onnx.imported.losses import MASK, is_builtin
 from moe_onnx.imported.naming import FLOATS, Weight, find_weights, places
 from moe_onnx.imported.reading import read_model
+from moe_onnx.imported.simplify import cast_plainly, fold_sizes, slice_sequences
 from moe_onnx.imported.weights import ImportedWeights, read
 
 _MOST_BYTES = 1 << 30  # of constants that every graph carries: a protobuf holds 2 GiB
@@ -58,7 +59,10 @@ def prepare(
     """Read a model and change it into a source of training graphs; arguments as of the public function."""
     found = read_model(model)
     graph = found.graph
+    fold_sizes(graph, graph.opset_imports[""])
+    slice_sequences(graph)
     infer(found)
+    cast_plainly(graph)
     known = find_weights(found)
     values = _values(graph)
     root = _root(graph, values, loss, output)
