@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from moe_onnx.autodiff.gradients import attribute, constant_ints
+from moe_onnx.imported.weights import read
 
 _MOST = 64  # elements of what is folded: sizes, axes, indices; weights stay what they are
 
@@ -74,7 +75,7 @@ def _small(value: ir.Value, known: dict[ir.Value, np.ndarray[Any, Any]]) -> np.n
     tensor = None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
     if tensor is None or tensor.size > _MOST or (tensor.size > 1 and tensor.dtype.is_floating_point()):
         return None
-    return tensor.numpy()
+    return read(tensor, str(value.name))
 
 
 def _evaluated(

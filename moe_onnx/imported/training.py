@@ -28,7 +28,7 @@ def training_graph_from(
     *,
     loss: str,
     params: str | Sequence[str] | None = None,
-    assembly: str = "step",
+    assembly: str | None = "step",
     optimizer: Optimizer | None = None,
     output: str | None = None,
     ignore_index: int = -100,
@@ -58,7 +58,8 @@ def training_graph_from(
             no buffers by their names (``inv_freq``, ``running_mean``, masks, ...), and have names of
             their own or are a matrix of a product or lookup. Patterns choose among weights, full names any
             float initializer.
-        assembly: As of :func:`moe_onnx.build_training_graph`; ``forward`` gives the model's own outputs.
+        assembly: As of :func:`moe_onnx.build_training_graph`; ``forward`` gives the model's own outputs but
+            its loss. None: ``grad+apply+eval``, and ``forward`` where there are such outputs.
         optimizer: :class:`AdamW` (the default) or :class:`SGD`.
         output: The output that an attached loss is of; None: ``logits``, or the only output of floats.
         ignore_index: Label that is left out of the cross-entropy.
@@ -82,12 +83,16 @@ def training_graph_from(
         UserWarning: If experts are missing, or a loop has as many turns as in a trace; if weights have lost
             their names for good.
     """
-    names, optimizer = checked_choices("training_graph_from", assembly, optimizer, optimize_for)
+    names, optimizer = checked_choices(
+        "training_graph_from", "grad+apply+eval" if assembly is None else assembly, optimizer, optimize_for
+    )
     chosen = [params] if isinstance(params, str) else params
     source = prepare(
         model, loss=loss, params=chosen, output=output, ignore_index=ignore_index, shift=shift
     )
     _warn_of_traces(model)
+    if assembly is None and set(source.outputs) - {source.config.loss}:
+        names.append("forward")
     drafts = {name: _ImportedDraft(name, source, optimizer, optimize_for) for name in names}
     dispatch = {"kind": "none", "mode": "dropless", "expert_capacity": 0, "active_num": 0}
     return finished(drafts, dispatch, optimize_for, source.weights)
