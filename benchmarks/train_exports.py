@@ -18,7 +18,7 @@ import numpy as np
 import moe_onnx
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from torch_exports import (  # noqa: E402
+from torch_exports import (
     ARCHITECTURES,
     VOCABULARY,
     adamw_difference,

@@ -78,7 +78,9 @@ def export_language_model(model: Any, path: Path, *, optimize: bool = False) -> 
         def forward(self, input_ids: Any) -> Any:
             return self.lm(input_ids=input_ids, use_cache=False).logits
 
-    free = {"input_ids": {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("sequence", max=64)}}
+    free = {
+        "input_ids": {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("sequence", max=64)}
+    }
     torch.onnx.export(
         Logits(), (torch.zeros(2, 5, dtype=torch.int64),), str(path), dynamo=True, dynamic_shapes=free,
         optimize=optimize, verbose=False, input_names=["input_ids"], output_names=["logits"],
@@ -91,7 +93,9 @@ def torch_loss(model: Any, ids: np.ndarray) -> Any:
     import torch
 
     logits = model(input_ids=torch.from_numpy(ids), use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), torch.from_numpy(ids[:, 1:].ravel()))
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].reshape(-1, VOCABULARY), torch.from_numpy(ids[:, 1:].ravel())
+    )
 
 
 def gradients_of(graph: moe_onnx.TrainingGraph, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -102,7 +106,9 @@ def gradients_of(graph: moe_onnx.TrainingGraph, batch: dict[str, np.ndarray]) ->
     return dict(zip(names, session.run(names, {**batch, **weights}), strict=True))
 
 
-def largest_difference(graph: moe_onnx.TrainingGraph, model: Any, batch: dict[str, np.ndarray], loss: Any) -> tuple[float, float]:
+def largest_difference(
+    graph: moe_onnx.TrainingGraph, model: Any, batch: dict[str, np.ndarray], loss: Any
+) -> tuple[float, float]:
     """Of the loss, and of all gradients together, relative to the largest of each gradient.
 
     Args:
@@ -118,7 +124,8 @@ def largest_difference(graph: moe_onnx.TrainingGraph, model: Any, batch: dict[st
     ours = {info.name.removeprefix("lm."): found[info.gradient] for info in graph.manifest.parameters}
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
     worst = max(
-        float(np.abs(ours[name] - theirs[name]).max() / max(np.abs(theirs[name]).max(), 1e-3)) for name in theirs
+        float(np.abs(ours[name] - theirs[name]).max() / max(np.abs(theirs[name]).max(), 1e-3))
+        for name in theirs
     )
     return abs(float(found["loss"]) - loss.item()), worst
 
@@ -130,7 +137,10 @@ def adamw_difference(graph: moe_onnx.TrainingGraph, model: Any, batches: list[An
     session = moe_onnx.TrainingSession(graph, lr=1e-2)
     decays = {info.name.removeprefix("lm."): info.weight_decay for info in graph.manifest.parameters}
     groups = [
-        {"params": [p for n, p in model.named_parameters() if decays.get(n) is decay], "weight_decay": 0.01 * decay}
+        {
+            "params": [p for n, p in model.named_parameters() if decays.get(n) is decay],
+            "weight_decay": 0.01 * decay,
+        }
         for decay in (True, False)
     ]
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2)
@@ -141,4 +151,6 @@ def adamw_difference(graph: moe_onnx.TrainingGraph, model: Any, batches: list[An
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     ours = {name.removeprefix("lm."): value for name, value in session.parameters().items()}
-    return max(float(np.abs(ours[n] - p.detach().numpy()).max()) for n, p in model.named_parameters() if n in ours)
+    return max(
+        float(np.abs(ours[n] - p.detach().numpy()).max()) for n, p in model.named_parameters() if n in ours
+    )

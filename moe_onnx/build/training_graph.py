@@ -219,9 +219,7 @@ def checked_choices(
                 f"each once, got {assembly!r}."
             )
     if not isinstance(optimize_for, str) or optimize_for not in FORMS:
-        raise ConfigError(
-            f"{caller}: optimize_for must be one of {', '.join(FORMS)}, got {optimize_for!r}."
-        )
+        raise ConfigError(f"{caller}: optimize_for must be one of {', '.join(FORMS)}, got {optimize_for!r}.")
     return names, optimizer
 
 
@@ -271,9 +269,11 @@ class Draft:
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="moe_onnx")
 
     def info(self) -> GraphInfo:
+        """Its inputs and outputs, for the manifest."""
         return GraphInfo(tuple(self.inputs), tuple(self.outputs))
 
     def model(self) -> onnx.ModelProto:
+        """The graph as a model, without a manifest."""
         return to_model(self.ir_model)
 
     def _grad(self) -> None:
@@ -346,7 +346,7 @@ class Draft:
                 for name, gradient in zip(names, gradients, strict=True):
                     self.e.rename(gradient, f"{name}.grad.scaled")
                 gradients = [self.e.op("Mul", gradient, inverse) for gradient in gradients]
-        if is_layer:
+        if isinstance(self.config, MoeLayerConfig):
             dims = ("tokens", self.config.hidden_size)
             self._output(gradients.pop(), "hidden_states.grad", "float32", dims, "output")
         return gradients

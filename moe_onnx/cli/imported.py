@@ -39,7 +39,9 @@ from moe_onnx.imported.training import training_graph_from
     default=None,
     help="Whether a position is held against the next label. Default: where logits have three axes.",
 )
-@click.option("--assembly", help=f"Some of {', '.join(ASSEMBLIES)}. Default: all but step that the model has.")
+@click.option(
+    "--assembly", help=f"Some of {', '.join(ASSEMBLIES)}. Default: all but step that the model has."
+)
 @click.option("--optimizer", type=click.Choice(["adamw", "sgd"]), default="adamw", show_default=True)
 @click.option("--weight-decay", type=float, help="Of the optimizer.")
 @click.option("--optimize-for", type=click.Choice(list(FORMS)), default="body", show_default=True)

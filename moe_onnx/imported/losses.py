@@ -78,5 +78,3 @@ def _squared_error(e: Emitter, output: ir.Value, target: ir.Value) -> ir.Value:
 def is_builtin(loss: str) -> bool:
     """Whether a loss is one that is attached here."""
     return loss in (CROSS_ENTROPY, SQUARED_ERROR)
-
-

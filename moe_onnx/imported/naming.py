@@ -1,18 +1,20 @@
-"""The weights in a model: those that exporters merged are split, those that lost their names get them back."""
+"""The weights in a model: what exporters merged is split, what lost its name gets it back."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from moe_onnx.imported.modules import BUFFERS, MADE_UP, kind_of, modules_of, owns
-from moe_onnx.imported.weights import read
+from moe_onnx.imported.weights import read, sizes_of
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
+Use = Any  # a node and the slot that it reads a value in: onnx-ir has no public type for it
 _READ_AS_WEIGHT = {"MatMul": 1, "Gemm": 1, "Conv": 1, "ConvTranspose": 1, "Gather": 0, "GatherND": 0}
 
 
@@ -63,7 +65,7 @@ def find_weights(model: ir.Model) -> Weights:
     if lost:
         warnings.warn(
             f"{len(lost)} weights have made-up names, and nothing says which parameters they are: "
-            f"{', '.join(lost[:4])}. They are trained by those names. Export with optimize=False to keep names.",
+            f"{', '.join(lost[:4])}. They are trained so. Export with optimize=False to keep names.",
             stacklevel=4,
         )
     return done
@@ -80,17 +82,17 @@ def _split_merged(graph: ir.Graph, value: ir.Value, done: Weights) -> None:
     assert tensor is not None
     for use in list(value.uses()):
         out = use.node.outputs[0]
-        if use.node.op_type == "Identity" and "." in name and "." in str(out.name):
-            # torch.onnx.export(dynamo=False) leaves an Identity from the parameter kept to each merged one.
-            if str(out.name) not in graph.initializers and not out.is_graph_output():
-                _new_parameter(graph, value, str(out.name), list(out.uses()), done)
-                graph.remove(use.node, safe=False)
+        is_alias = use.node.op_type == "Identity" and "." in name and "." in str(out.name)
+        # torch.onnx.export(dynamo=False) leaves an Identity from the parameter kept to each merged one.
+        if is_alias and str(out.name) not in graph.initializers and not out.is_graph_output():
+            _new_parameter(graph, value, str(out.name), list(out.uses()), done)
+            graph.remove(use.node, safe=False)
     if "." not in name or not _may_be_merged(tensor, name):
         return
     uses = [(use, modules_of(use.node)) for use in value.uses()]
     if not any(modules and owns(modules, name) for _, modules in uses):
         return  # read by others only: a module around it, which is no other parameter
-    others: dict[str, list[ir.Usage]] = {}
+    others: dict[str, list[Use]] = {}
     for use, modules in uses:
         if modules and not owns(modules, name):
             other = f"{modules[-1]}.{kind_of(use.node, use.idx, name)}"
@@ -100,9 +102,7 @@ def _split_merged(graph: ir.Graph, value: ir.Value, done: Weights) -> None:
             _new_parameter(graph, value, other, several, done)
 
 
-def _new_parameter(
-    graph: ir.Graph, value: ir.Value, name: str, uses: list[ir.Usage], done: Weights
-) -> None:
+def _new_parameter(graph: ir.Graph, value: ir.Value, name: str, uses: list[Use], done: Weights) -> None:
     for use in uses:
         for out in use.node.outputs:
             if out.name == name:
@@ -163,7 +163,7 @@ def _rename(graph: ir.Graph, value: ir.Value, done: Weights, names: set[str]) ->
         graph.register_initializer(value)
         done.found[name] = Weight(name, value, tensor)
         return True
-    shape = ir.Shape(list(tensor.shape)[::-1])
+    shape = ir.Shape(list(sizes_of(tensor))[::-1])
     new = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
     graph.register_initializer(new)
     _turn(graph, value, new)
@@ -184,7 +184,7 @@ def _turn(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
 
 def _same(tensor: ir.TensorProtocol, done: Weights, name: str) -> ir.Value | None:
     """The parameter of which a tensor is the transpose, in every bit."""
-    shape = tuple(int(dim) for dim in tensor.shape)[::-1]
+    shape = sizes_of(tensor)[::-1]
     if min(shape) < 2:
         return None
     for weight in done.found.values():

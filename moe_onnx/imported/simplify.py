@@ -1,4 +1,4 @@
-"""What exports without an optimizer are full of, and what has no gradient, in a simpler form of same values."""
+"""What exports are full of and has no gradient, in a simpler form that gives the same values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def fold_sizes(graph: ir.Graph, version: int) -> None:
             or any(value is None for value in values)
             or node.domain
             or len(node.outputs) != 1
-            or any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values())
+            or any(
+                a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()
+            )
             or node.op_type.startswith(("Random", "Multinomial", "Bernoulli", "Sequence", "Optional"))
         ):
             continue
@@ -133,7 +135,7 @@ def _replace(graph: ir.Graph, split: ir.Node, at: ir.Node, start: int, stop: int
         inputs.append(value)
     node = ir.Node("", "Slice", inputs, name=at.name, metadata_props=dict(at.metadata_props))
     graph.insert_before(at, node)
-    new, name = node.outputs[0], out.name
+    new, kept = node.outputs[0], out.name
     ir.convenience.replace_all_uses_with(out, new, replace_graph_outputs=True)
     graph.remove(at, safe=True)
-    new.name = name
+    new.name = kept

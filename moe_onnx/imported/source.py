@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +12,14 @@ import onnx_ir as ir
 
 from moe_onnx.autodiff.gradients import sizes
 from moe_onnx.autodiff.graphs import infer
-from moe_onnx.build.imported import CROSS_ENTROPY, LABELS, TARGET, ImportedModel, Shape
+from moe_onnx.build.imported import CROSS_ENTROPY, LABELS, TARGET, ImportedModel
 from moe_onnx.build.parameters import Parameter
-from moe_onnx.errors import ModelError, OptionError
+from moe_onnx.errors import ModelError
 from moe_onnx.imported.choice import chosen
 from moe_onnx.imported.losses import MASK, is_builtin
-from moe_onnx.imported.naming import FLOATS, Weight, find_weights, places
+from moe_onnx.imported.naming import Weight, find_weights, places
 from moe_onnx.imported.reading import read_model
+from moe_onnx.imported.root import find_root, shape_of, shifts
 from moe_onnx.imported.simplify import cast_plainly, fold_sizes, slice_sequences
 from moe_onnx.imported.weights import ImportedWeights, read
 
@@ -65,7 +65,7 @@ def prepare(
     cast_plainly(graph)
     known = find_weights(found)
     values = _values(graph)
-    root = _root(graph, values, loss, output)
+    root = find_root(graph, values, loss, output)
     weights = chosen(known, params, root)
     names = _freed_names(graph, values, [weight.name for weight in weights], root)
     halves = {w.tensor.dtype for w in weights} & {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
@@ -80,7 +80,7 @@ def prepare(
         output="" if logits is None else names.get(str(root.name), str(root.name)),
         target="" if logits is None else LABELS if loss == CROSS_ENTROPY else TARGET,
         ignore_index=ignore_index,
-        shift=_shifts(loss, shift, dims),
+        shift=shifts(loss, shift, dims),
         inputs={str(v.name): (_dtype(v), shape_of(v)) for v in graph.inputs},
         limits=limits,
         dtype=dtype,
@@ -100,20 +100,6 @@ def prepare(
     return Source(ir.to_proto(found), outputs, config, parameters, own)
 
 
-def shape_of(value: ir.Value) -> Shape:
-    """The shape of an input or output, with a name for every free size.
-
-    Raises:
-        ModelError: If not even the rank is known.
-    """
-    dims = sizes(value)
-    if dims is None:
-        raise ModelError(
-            f"The rank of '{value.name}' is not known. Give it a shape in the model (sizes may be symbols)."
-        )
-    return tuple(f"{value.name}_{i}" if dim is None or dim == "" else dim for i, dim in enumerate(dims))
-
-
 def _dtype(value: ir.Value) -> str:
     if value.dtype is None or not isinstance(value.type, ir.TensorType):
         raise ModelError(f"Input '{value.name}' is no tensor ({value.type}). Training feeds tensors only.")
@@ -123,70 +109,6 @@ def _dtype(value: ir.Value) -> str:
 def _values(graph: ir.Graph) -> dict[str, ir.Value]:
     values = {str(v.name): v for v in (*graph.inputs, *graph.initializers.values())}
     return values | {str(v.name): v for node in graph for v in node.outputs if v.name}
-
-
-def _root(graph: ir.Graph, values: dict[str, ir.Value], loss: str, output: str | None) -> ir.Value:
-    """The scalar that is the loss, or the output that it is made from."""
-    if not isinstance(loss, str) or not loss:
-        raise OptionError(f"loss must be 'cross-entropy', 'mean-squared-error' or a name, got {loss!r}.")
-    if is_builtin(loss):
-        return _output(graph, values, loss, output)
-    if output is not None:
-        raise OptionError(f"output is for losses that are attached; '{loss}' is of the model. Leave it out.")
-    if loss not in values:
-        scalars = [n for n, v in values.items() if sizes(v) == () and v.dtype in FLOATS and v.producer()]
-        close = difflib.get_close_matches(loss, [*values, CROSS_ENTROPY, "mean-squared-error"], 1)
-        hint = f"Did you mean '{close[0]}'?" if close else f"Scalars are: {', '.join(scalars[-4:]) or 'none'}."
-        raise OptionError(f"loss: the model has no value '{loss}'. {hint}")
-    value = values[loss]
-    if value.dtype not in FLOATS:
-        raise OptionError(
-            f"loss: '{loss}' must be a float, got {value.dtype}. Only floats have gradients: give the value "
-            "it is rounded or counted from."
-        )
-    if sizes(value) != ():
-        have = "unknown rank" if sizes(value) is None else f"shape [{', '.join(map(str, shape_of(value)))}]"
-        raise OptionError(
-            f"loss: '{loss}' must be a scalar, got {have}. Reduce it (ReduceMean, keepdims=0), or use "
-            "'cross-entropy' or 'mean-squared-error'."
-        )
-    return value
-
-
-def _output(graph: ir.Graph, values: dict[str, ir.Value], loss: str, output: str | None) -> ir.Value:
-    floats = [v for v in graph.outputs if v.dtype in FLOATS]
-    if output is None:
-        named = [v for v in floats if v.name == "logits"]
-        if len(floats) != 1 and not named:
-            have = ", ".join(f"'{v.name}'" for v in floats) or "none"
-            raise OptionError(f"output: {loss} needs one output of floats, the model has {have}. Name it.")
-        value = (named or floats)[0]
-    elif output not in values:
-        close = difflib.get_close_matches(output, values, 1)
-        hint = f" Did you mean '{close[0]}'?" if close else ""
-        raise OptionError(f"output: the model has no value '{output}'.{hint}")
-    else:
-        value = values[output]
-    if value.dtype not in FLOATS:
-        raise OptionError(f"output: '{value.name}' must be floats, got {value.dtype}.")
-    if loss == CROSS_ENTROPY and len(shape_of(value)) < 2:
-        raise OptionError(
-            f"output: cross-entropy needs rows of logits, got '{value.name}' of shape {list(shape_of(value))}."
-        )
-    return value
-
-
-def _shifts(loss: str, shift: bool | None, dims: tuple[int | str | None, ...] | None) -> bool:
-    if shift is not None and not isinstance(shift, bool):
-        raise OptionError(f"shift must be True, False or None, got {shift!r}.")
-    if loss != CROSS_ENTROPY:
-        if shift:
-            raise OptionError(f"shift is for cross-entropy, got the loss {loss!r}. Leave it out.")
-        return False
-    rank = len(dims or ())
-    if shift and rank != 3:
-        raise OptionError(f"shift needs logits [batch, sequence, classes], got a rank of {rank}.")
-    return rank == 3 if shift is None else shift
 
 
 def _freed_names(
@@ -223,8 +145,8 @@ def _limits(graph: ir.Graph) -> dict[str, int]:
         if value.dtype not in (ir.DataType.INT64, ir.DataType.INT32):
             continue
         for use in value.uses():
-            dims = sizes(use.node.inputs[0]) if use.node.op_type == "Gather" and use.idx == 1 else None
-            table = use.node.inputs[0]
+            table = use.node.inputs[0] if use.node.op_type == "Gather" and use.idx == 1 else None
+            dims = None if table is None else sizes(table)
             if dims and table is not None and table.is_initializer():
                 axis = use.node.attributes.get("axis")
                 rows = dims[0 if axis is None else axis.as_int()]
@@ -272,12 +194,12 @@ def _make_inputs(graph: ir.Graph, weights: Sequence[Weight]) -> None:
         graph.inputs.append(new)
 
 
-def _load_constants(graph: ir.Graph, turned: Sequence[Weight]) -> None:
+def _load_constants(graph: ir.Graph, frozen: Sequence[Weight]) -> None:
     """Take what is not trained into the graph: files that it is read from may go away."""
-    for weight in turned:
+    for weight in frozen:
         if weight.is_turned:
-            value = np.ascontiguousarray(read(weight.tensor, weight.name).T)
-            weight.value.const_value = ir.tensor(value, name=weight.name)
+            turned_back = np.ascontiguousarray(read(weight.tensor, weight.name).T)
+            weight.value.const_value = ir.tensor(turned_back, name=weight.name)
     total, largest = 0, ("", 0)
     for name, value in graph.initializers.items():
         tensor = value.const_value
@@ -287,8 +209,8 @@ def _load_constants(graph: ir.Graph, turned: Sequence[Weight]) -> None:
         largest = max(largest, (name, int(tensor.nbytes)), key=lambda one: one[1])
         if total > _MOST_BYTES:
             raise ModelError(
-                f"What is not trained takes more than {_MOST_BYTES >> 20} MiB, which every graph would carry; "
-                f"the largest is '{largest[0]}' of {largest[1] >> 20} MiB. Train it, too."
+                f"What is not trained takes more than {_MOST_BYTES >> 20} MiB, which every graph would "
+                f"carry; the largest is '{largest[0]}' of {largest[1] >> 20} MiB. Train it, too."
             )
         if isinstance(tensor, ir.ExternalTensor):
             value.const_value = ir.tensor(read(tensor, name), tensor.dtype, name=name)

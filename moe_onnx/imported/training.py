@@ -17,7 +17,8 @@ from moe_onnx.build.optimizers import Optimizer
 from moe_onnx.build.training_graph import Draft, TrainingGraph, checked_choices, finished
 from moe_onnx.errors import ModelError
 from moe_onnx.imported.losses import add_loss
-from moe_onnx.imported.source import Source, prepare, shape_of
+from moe_onnx.imported.root import shape_of
+from moe_onnx.imported.source import Source, prepare
 from moe_onnx.spec import DOMAIN, VERSION
 
 _DOC = "A training graph of an imported model. Whoever trains has to see that loss and grad_norm are finite."
@@ -72,7 +73,7 @@ def training_graph_from(
         A :class:`TrainingGraph` with the model's weights, for :class:`TrainingSession`.
 
     Raises:
-        OptionError: If there is no such loss or output, or it is no float scalar, or a pattern matches nothing.
+        OptionError: If there is no such loss or output, or it is no float scalar, or a pattern matches none.
         GradientError: If the model cannot be differentiated: the first node that blocks, the path to it.
         ModelError: If the model cannot be brought to the form of a training graph.
         ModelFileError: If there is no such file, or it is no model.
@@ -87,9 +88,7 @@ def training_graph_from(
         "training_graph_from", "grad+apply+eval" if assembly is None else assembly, optimizer, optimize_for
     )
     chosen = [params] if isinstance(params, str) else params
-    source = prepare(
-        model, loss=loss, params=chosen, output=output, ignore_index=ignore_index, shift=shift
-    )
+    source = prepare(model, loss=loss, params=chosen, output=output, ignore_index=ignore_index, shift=shift)
     _warn_of_traces(model)
     if assembly is None and set(source.outputs) - {source.config.loss}:
         names.append("forward")
@@ -185,8 +184,9 @@ class _ImportedDraft(Draft):
         found = values[config.target]
         if config.inputs[config.target][0] != dtype or len(shape_of(found)) != len(shape):
             raise ModelError(
-                f"The model has an input '{config.target}' already, which must be {dtype} of rank {len(shape)} "
-                f"for this loss, got {config.inputs[config.target][0]} {list(shape_of(found))}. Rename it."
+                f"The model has an input '{config.target}' already, which must be {dtype} of rank "
+                f"{len(shape)} for this loss, got {config.inputs[config.target][0]} "
+                f"{list(shape_of(found))}. Rename it."
             )
         return found
 
@@ -225,5 +225,3 @@ def _warn_of_traces(model: onnx.ModelProto | str | os.PathLike[str]) -> None:
         for finding in check(subject):
             if isinstance(finding, Finding):
                 warnings.warn(f"{finding.code}: {finding.where}: {finding.found}.", stacklevel=3)
-
-

@@ -45,10 +45,18 @@ class ImportedWeights:
         """Write the file of weights, one parameter after the other."""
         entries = []
         for name, (tensor, is_turned) in self._tensors.items():
-            shape = tuple(int(dim) for dim in tensor.shape)
+            shape = sizes_of(tensor)
             entries.append((name, NAMES[tensor.dtype.numpy().name], shape[::-1] if is_turned else shape))
-        pieces = (lambda name: [np.ascontiguousarray(self.read(name)).reshape(-1)])
+
+        def pieces(name: str) -> list[Array]:
+            return [np.ascontiguousarray(self.read(name)).reshape(-1)]
+
         write_tensors(folder / WEIGHTS, entries, pieces, {"format": "pt"})
+
+
+def sizes_of(tensor: ir.TensorProtocol) -> tuple[int, ...]:
+    """The shape of a tensor."""
+    return tuple(int(dim) for dim in ir.Shape(list(tensor.shape)).numpy())  # type: ignore[arg-type]
 
 
 def read(tensor: ir.TensorProtocol, name: str) -> Array:

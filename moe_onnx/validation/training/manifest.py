@@ -170,7 +170,9 @@ def _imported(manifest: Manifest, config: ImportedModel) -> Iterator[Outcome]:
         for one in graph.inputs_of("batch"):
             is_target = losses and one.name == config.target
             wanted = config.inputs.get(one.name)
-            if (wanted is None and not is_target) or (wanted is not None and wanted != (one.dtype, one.shape)):
+            if (wanted is None and not is_target) or (
+                wanted is not None and wanted != (one.dtype, one.shape)
+            ):
                 yield OPTIMIZER(
                     f"batch inputs of the graph {assembly!r} in the manifest",
                     found=f"{one.name!r} is {tensor_text((one.dtype, one.shape))}",
@@ -185,7 +187,9 @@ def _imported(manifest: Manifest, config: ImportedModel) -> Iterator[Outcome]:
     known = {parameter.name for parameter in manifest.parameters}
     if lost := [n for n in (*config.tied, *config.split, *config.renamed) if n not in known]:
         yield PARAMETERS(
-            "parameters of the manifest", found=f"it lacks {few(dict.fromkeys(lost))}", expected="those of its config"
+            "parameters of the manifest",
+            found=f"it lacks {few(dict.fromkeys(lost))}",
+            expected="those of its config",
         )
 
 
