@@ -13,7 +13,7 @@ VOCABULARY = 32
 _SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 64, "num_experts_per_tok": 2,
-    "intermediate_size": 24,
+    "intermediate_size": 24, "pad_token_id": None,  # whose row of the embedding torch would not train
 }  # fmt: skip
 # Class of the model, class of its config, and what its config has beside the sizes.
 ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
