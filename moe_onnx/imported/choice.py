@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 
 import onnx_ir as ir
 
-from moe_onnx.autodiff.gradients import is_float
 from moe_onnx.errors import GradientError, OptionError
 from moe_onnx.imported.naming import Weight, Weights
 
@@ -84,7 +83,10 @@ def _reached(root: ir.Value) -> set[ir.Value]:
             continue
         inputs = [*node.inputs, *_captured(node)]
         for value in inputs:
-            if value is not None and is_float(value) and value not in found:
+            # One of unknown type may be a float.
+            if value is None or not (value.dtype is None or value.dtype.is_floating_point()):
+                continue
+            if value not in found:
                 found.add(value)
                 left.append(value)
     return found
