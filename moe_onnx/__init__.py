@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from moe_onnx.build.training_graph import TrainingGraph, build_training_graph
     from moe_onnx.huggingface.pretrained import Pretrained, from_pretrained
     from moe_onnx.huggingface.saving import save_pretrained
+    from moe_onnx.imported.training import training_graph_from
     from moe_onnx.inspection.inspection import inspect
     from moe_onnx.runtime.checkpoint import load_checkpoint, save_checkpoint
     from moe_onnx.runtime.generate import generate
@@ -142,6 +143,7 @@ __all__ = [
     "save_checkpoint",
     "save_pretrained",
     "train",
+    "training_graph_from",
     "validate",
 ]
 
@@ -164,6 +166,7 @@ _ON_FIRST_USE = {
     "LossScale": "moe_onnx.runtime.loss_scale",
     "train": "moe_onnx.runtime.train",
     "TrainingSession": "moe_onnx.runtime.training_session",
+    "training_graph_from": "moe_onnx.imported.training",
     "inspect": "moe_onnx.inspection.inspection",
     "compare": "moe_onnx.validation.device.compare",
     "rewrite_model": "moe_onnx.validation.rewriting.rewrite",

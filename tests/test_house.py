@@ -58,6 +58,7 @@ ROOMS = {
     },
 }
 ROOMS["inspection"] = {*ROOMS["validation"], "validation"}
+ROOMS["imported"] = {"errors", "spec", "storage", "autodiff", "build", "validation"}
 NOT_ALLOWED = {
     "errors": {"numpy", "onnx", "onnxruntime", "onnxruntime_extensions"},
     "spec": {"numpy", "onnx", "onnxruntime", "onnxruntime_extensions"},
@@ -68,6 +69,7 @@ NOT_ALLOWED = {
     "autodiff": {"onnxruntime", "onnxruntime_extensions"},
     "build": {"onnxruntime", "onnxruntime_extensions"},
     "rewrite": {"onnxruntime", "onnxruntime_extensions"},
+    "imported": {"onnxruntime", "onnxruntime_extensions"},
     "runtime": {"onnxruntime_extensions"},
     "huggingface": {"onnxruntime", "onnxruntime_extensions"},
     "cli": {"onnxruntime_extensions"},
@@ -177,6 +179,7 @@ def test_public_names() -> None:
         "save_checkpoint",
         "save_pretrained",
         "train",
+        "training_graph_from",
         "validate",
     ]
     for name in moe_onnx.__all__:

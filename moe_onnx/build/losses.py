@@ -43,6 +43,16 @@ def cross_entropy(
     flat = e.constant([-1, 1])
     counted = shaped(e.op("Reshape", counted, flat), "tokens", 1)
     label = shaped(e.op("Reshape", target, flat), "tokens", 1)
+    return mean_log_loss(e, logits, label, counted)
+
+
+def mean_log_loss(
+    e: Emitter, logits: ir.Value, label: ir.Value, counted: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    """Mean of ``-log softmax(logits)[label]`` over the counted rows, and how many these are.
+
+    ``logits`` is ``[rows, classes]``, ``label`` int64 ``[rows, 1]`` and ``counted`` bool ``[rows, 1]``.
+    """
     # Labels that are left out look up class 0, and are not selected afterwards.
     label = e.op("Where", counted, label, e.constant(0))
     log_probs = e.op("LogSoftmax", logits, axis=-1)

@@ -20,6 +20,7 @@ from moe_onnx.autodiff.reverse import add_gradients
 from moe_onnx.build import manifest as manifests
 from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
 from moe_onnx.build.forward import Forward, batch_inputs, forward, moe_layers
+from moe_onnx.build.imported import ImportedModel
 from moe_onnx.build.manifest import GraphInfo, Manifest, ParameterInfo, StateInfo
 from moe_onnx.build.moe_options import FORMS
 from moe_onnx.build.optimizers import AdamW, Optimizer, state_names
@@ -186,45 +187,73 @@ def build_training_graph(
             "build_training_graph: config must be a MoeLMConfig or MoeLayerConfig, "
             f"got {type(config).__name__}."
         )
+    names, optimizer = checked_choices("build_training_graph", assembly, optimizer, optimize_for)
+    params = parameters_of(config)
+    drafts = {name: Draft(name, config, optimizer, params, optimize_for) for name in names}
+    dispatch = {
+        "kind": config.dispatch,
+        "mode": config.dispatch_mode,
+        # Without experts a batch may be of any size.
+        "expert_capacity": config.capacity if moe_layers(config) else 0,
+        "active_num": config.active_num if moe_layers(config) else 0,
+    }
+    return finished(drafts, dispatch, optimize_for)
+
+
+def checked_choices(
+    caller: str, assembly: str, optimizer: Optimizer | None, optimize_for: str
+) -> tuple[list[str], Optimizer]:
+    """The assemblies by name, and the optimizer.
+
+    Raises:
+        ConfigError: If one of the arguments is none of the legal ones.
+    """
     optimizer = AdamW() if optimizer is None else optimizer
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"build_training_graph: optimizer must be an AdamW or SGD, got {type(optimizer).__name__}."
-        )
+        raise ConfigError(f"{caller}: optimizer must be an AdamW or SGD, got {type(optimizer).__name__}.")
     names = assembly.split("+") if isinstance(assembly, str) else [repr(assembly)]
     for name in names:
         if name not in ASSEMBLIES or names.count(name) > 1:
             raise ConfigError(
-                f"build_training_graph: assembly must be some of {', '.join(ASSEMBLIES)}, joined by '+', "
+                f"{caller}: assembly must be some of {', '.join(ASSEMBLIES)}, joined by '+', "
                 f"each once, got {assembly!r}."
             )
     if not isinstance(optimize_for, str) or optimize_for not in FORMS:
-        raise ConfigError(
-            f"build_training_graph: optimize_for must be one of {', '.join(FORMS)}, got {optimize_for!r}."
-        )
-    params = parameters_of(config)
-    drafts = {name: _Draft(name, config, optimizer, params, optimize_for) for name in names}
-    infos = {name: draft.info() for name, draft in drafts.items()}
-    manifest = _manifest(config, optimizer, params, infos, optimize_for)
+        raise ConfigError(f"{caller}: optimize_for must be one of {', '.join(FORMS)}, got {optimize_for!r}.")
+    return names, optimizer
+
+
+def finished(
+    drafts: Mapping[str, Draft],
+    dispatch: Mapping[str, Any],
+    optimize_for: str,
+    weights: Weights | None = None,
+) -> TrainingGraph:
+    """The training graph of some drafts of one model, each with the manifest of all."""
+    manifest = _manifest(drafts, dispatch, optimize_for)
     models = {}
     for name, draft in drafts.items():
         model = draft.model()
         onnx.helper.set_model_props(model, {manifests.METADATA_KEY: manifest.to_json()})
         models[name] = model
-    return TrainingGraph(models, manifest)
+    return TrainingGraph(models, manifest, weights)
 
 
-class _Draft:
+class Draft:
     """One graph in the making; every input and output with its role."""
 
     def __init__(
-        self, name: str, config: Config, optimizer: Optimizer, params: list[Parameter], optimize_for: str
+        self,
+        name: str,
+        config: Config | ImportedModel,
+        optimizer: Optimizer,
+        params: list[Parameter],
+        optimize_for: str,
     ) -> None:
-        imports = {"": OPSET, DOMAIN: VERSION}
-        graph = ir.Graph([], [], nodes=[], opset_imports=imports, name=name, doc_string=_DOC)
-        self.ir_model = ir.Model(graph, ir_version=IR_VERSION, producer_name="moe_onnx")
-        self.e = Emitter(graph)
-        if not config.unrolls(optimize_for):
+        self.ir_model = self._start(name)
+        self.e = Emitter(self.ir_model.graph)
+        self.given = config
+        if not isinstance(config, ImportedModel) and not config.unrolls(optimize_for):
             config = replace(config, unroll_experts=0)
         self.config, self.optimizer, self.params = config, optimizer, params
         self.fused = optimize_for == "native"
@@ -233,10 +262,18 @@ class _Draft:
         self.values: dict[str, ir.Value] = {}
         getattr(self, f"_{name}")()
 
+    def _start(self, name: str) -> ir.Model:
+        """The model that everything is added to."""
+        imports = {"": OPSET, DOMAIN: VERSION}
+        graph = ir.Graph([], [], nodes=[], opset_imports=imports, name=name, doc_string=_DOC)
+        return ir.Model(graph, ir_version=IR_VERSION, producer_name="moe_onnx")
+
     def info(self) -> GraphInfo:
+        """Its inputs and outputs, for the manifest."""
         return GraphInfo(tuple(self.inputs), tuple(self.outputs))
 
     def model(self) -> onnx.ModelProto:
+        """The graph as a model, without a manifest."""
         return to_model(self.ir_model)
 
     def _grad(self) -> None:
@@ -284,6 +321,7 @@ class _Draft:
         return [changes[param.name] for param in self.params], norm
 
     def _model_part(self, *, losses: bool, training: bool = False) -> Forward:
+        assert not isinstance(self.config, ImportedModel)
         inputs = batch_inputs(self.config, losses=losses, training=training)
         batch = {name: self._input(name, *kind, "batch") for name, kind in inputs.items()}
         params = {p.name: self._input(p.name, "float32", p.shape, "parameter") for p in self.params}
@@ -308,7 +346,7 @@ class _Draft:
                 for name, gradient in zip(names, gradients, strict=True):
                     self.e.rename(gradient, f"{name}.grad.scaled")
                 gradients = [self.e.op("Mul", gradient, inverse) for gradient in gradients]
-        if is_layer:
+        if isinstance(self.config, MoeLayerConfig):
             dims = ("tokens", self.config.hidden_size)
             self._output(gradients.pop(), "hidden_states.grad", "float32", dims, "output")
         return gradients
@@ -335,6 +373,7 @@ class _Draft:
                         self.e, self.optimizer, scalars, old, change, states, decays, param.shape, self.fused
                     )
                 else:
+                    assert not isinstance(self.config, ImportedModel)
                     value = balance(self.e, old, change, self.config.router_bias_update_rate)
             updated.append((value, _updated(param), param.shape, "parameter"))
             updated += [(states[n], f"{param.name}.{n}.updated", param.shape, "state") for n in names]
@@ -347,24 +386,27 @@ class _Draft:
 
     def _input(self, name: str, dtype: str, shape: tuple[int | str, ...], role: str) -> ir.Value:
         value = self.e.input(name, ir.DataType.from_numpy(np.dtype(dtype)), shape)
-        self.inputs.append(manifests.TensorInfo(name, dtype, shape, role))
-        self.values[name] = value
+        self._note_input(value, dtype, shape, role)
         return value
+
+    def _note_input(self, value: ir.Value, dtype: str, shape: tuple[int | str, ...], role: str) -> None:
+        self.inputs.append(manifests.TensorInfo(str(value.name), dtype, shape, role))
+        self.values[str(value.name)] = value
 
     def _output(
         self, value: ir.Value, name: str, dtype: str, shape: tuple[int | str, ...], role: str
     ) -> None:
         self.e.output(value, name, ir.DataType.from_numpy(np.dtype(dtype)), ir.Shape(list(shape)))
+        self._note_output(name, dtype, shape, role)
+
+    def _note_output(self, name: str, dtype: str, shape: tuple[int | str, ...], role: str) -> None:
         self.outputs.append(manifests.TensorInfo(name, dtype, shape, role))
 
 
-def _manifest(
-    config: Config,
-    optimizer: Optimizer,
-    params: list[Parameter],
-    graphs: dict[str, GraphInfo],
-    optimize_for: str,
-) -> Manifest:
+def _manifest(drafts: Mapping[str, Draft], dispatch: Mapping[str, Any], optimize_for: str) -> Manifest:
+    first = next(iter(drafts.values()))
+    config, optimizer, params = first.given, first.optimizer, first.params
+    imports = first.ir_model.graph.opset_imports
     return Manifest(
         config=config.to_dict(),
         optimizer=optimizer.to_dict(),
@@ -385,17 +427,11 @@ def _manifest(
             )
             for param in params
         ),
-        graphs=graphs,
-        dispatch={
-            "kind": config.dispatch,
-            "mode": config.dispatch_mode,
-            # Without experts a batch may be of any size.
-            "expert_capacity": config.capacity if moe_layers(config) else 0,
-            "active_num": config.active_num if moe_layers(config) else 0,
-        },
+        graphs={name: draft.info() for name, draft in drafts.items()},
+        dispatch=dict(dispatch),
         versions={"moe_onnx": PACKAGE_VERSION},
-        opset={"": OPSET, DOMAIN: VERSION},
-        ir_version=IR_VERSION,
+        opset={**imports, DOMAIN: VERSION},
+        ir_version=first.ir_model.ir_version,
         optimize_for=optimize_for,
     )
 

@@ -13,7 +13,7 @@ import moe_onnx
 from moe_onnx.build.moe_options import DTYPES, FORMS
 from moe_onnx.build.recipe import Schedule
 from moe_onnx.build.training_graph import TrainingGraph
-from moe_onnx.cli import graphs, huggingface, inspection, language, rewriting, training, validation
+from moe_onnx.cli import graphs, huggingface, imported, inspection, language, rewriting, training, validation
 from moe_onnx.cli.commands import show_info, write_cards, write_pages, write_shelf
 from moe_onnx.cli.options import ASSEMBLY, CONSOLE, INTERRUPTED, Commands, build, model_options, recipe_of
 from moe_onnx.cli.schedule import SCALE, schedule_options
@@ -38,6 +38,7 @@ def main() -> None:
       moe-onnx export --experts 8 --top-k 2 -o model write training graphs
       moe-onnx train model --text book.txt -o run    train them
       moe-onnx export --from-hf mixtral -o model     those of a checkpoint of Hugging Face
+      moe-onnx train-graph lm.onnx --loss cross-entropy -o model  those of any ONNX model
       moe-onnx to-hf run trained                     the trained checkpoint back
       moe-onnx eval model --checkpoint run --text book.txt      loss, perplexity, load of experts
       moe-onnx generate model --checkpoint run --prompt "The "  what it says
@@ -304,6 +305,7 @@ def pages(folder: Path, check: bool) -> None:
 
 
 for command in (
+    imported.train_graph,
     *huggingface.COMMANDS,
     *inspection.COMMANDS,
     *language.COMMANDS,

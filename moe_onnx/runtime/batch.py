@@ -33,7 +33,8 @@ def checked_batch(
     Args:
         batch: Arrays (or lists) by input name.
         inputs: The graph's inputs of role ``"batch"``.
-        config: The manifest's config: ``vocab_size`` and ``ignore_index`` say which ids are legal.
+        config: The manifest's config: ``vocab_size`` and ``ignore_index`` say which ids are legal, of a
+            model that was imported ``limits`` for each input.
         capacity: Rows of each expert; a batch must have as many tokens.
         draw: Number of the update, and of the micro-batch where that is not the first.
 
@@ -95,10 +96,11 @@ def _default(
     if info.name == ROUTER_NOISE and "tokens" in sizes:
         shape = [sizes["tokens"][0] if dim == "tokens" else int(dim) for dim in info.shape]
         return np.random.default_rng(seed).standard_normal(shape, np.float32)
-    if ids is not None and info.name == "labels":
-        return ids
-    if ids is not None and info.name == "attention_mask":
-        return np.ones_like(ids)
+    if ids is not None and ids.ndim == len(info.shape):
+        if info.name == "labels" and ids.dtype == info.dtype:
+            return ids
+        if info.name == "attention_mask":
+            return np.ones(ids.shape, info.dtype)
     given = ", ".join(done) or "none"
     raise BatchError(f"Batch input '{info.name}' {_shape(info.shape)} is missing; given: {given}.")
 
@@ -148,8 +150,11 @@ def _check_shape(array: Array, info: TensorInfo, sizes: dict[str, tuple[int, str
 
 
 def _check_values(array: Array, name: str, config: Mapping[str, Any]) -> None:
-    vocab = config.get("vocab_size")
-    if name == "attention_mask":
+    vocab = config.get("limits", {}).get(name, config.get("vocab_size"))
+    if name in config.get("limits", {}) and name not in ("input_ids", "labels"):
+        if int(array.min()) < -vocab or int(array.max()) >= vocab:
+            raise _bad_value(array, (array < -vocab) | (array >= vocab), name, f"in [-{vocab}, {vocab})")
+    elif name == "attention_mask" and array.dtype.kind in "iub":
         if int(array.min()) < 0 or int(array.max()) > 1:
             raise _bad_value(array, (array < 0) | (array > 1), name, "1 (real) or 0 (padding)")
     elif name == "input_ids" and vocab is not None:

@@ -129,13 +129,18 @@ class Drawing:
             return np.full(shape, 3), "3"
         if name == LOSS_SCALE:
             return np.full(shape, 1024), "1024"
-        vocab = config.get("vocab_size", 2)
+        limits, dtype = config.get("limits", {}), np.dtype(self.roles[name].dtype)
+        vocab = limits.get(name, config.get("vocab_size", 2))
+        if name in limits and isinstance(vocab, int) and 0 < vocab < 2**31:
+            return self.rng.integers(0, vocab, shape), f"whole numbers in [0, {vocab})"
         if name in ("input_ids", "labels") and isinstance(vocab, int) and 0 < vocab < 2**31:
             return self.rng.integers(0, vocab, shape), f"ids in [0, {vocab})"
         if name == "attention_mask":
             return self.padded(shape), "1, but 0 at the end of the last row"
         if name == LOAD_BEFORE:
             return self.rng.integers(0, 9, shape), "whole numbers in [0, 9)"
+        if dtype.kind in "iub":  # an input of an imported model
+            return self.whole(name, shape, dtype)
         return self.normal(shape), "standard normal"
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> tuple[Array, str]:

@@ -45,7 +45,7 @@ def experts(subject: Subject) -> Iterator[Outcome]:
         return
     training, flow = found
     if training.config is None:
-        yield Skipped("the manifest's config is not known (MO602)")
+        yield Skipped(training.no_config)
         return
     count = training.config.num_experts
     if count < 2:

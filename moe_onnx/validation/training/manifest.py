@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from moe_onnx.build.config import MoeLMConfig
 from moe_onnx.build.forward import batch_inputs, moe_layers
+from moe_onnx.build.imported import ImportedModel
 from moe_onnx.build.manifest import Manifest, ParameterInfo
 from moe_onnx.build.optimizers import Optimizer, state_names
 from moe_onnx.build.parameters import Parameter, parameters_of
@@ -51,7 +52,7 @@ def parameters(subject: Subject) -> Iterator[Outcome]:
         yield Skipped(training)
         return
     if training.config is None:
-        yield Skipped("the manifest's config is not known (MO602)")
+        yield Skipped(training.no_config)
         return
     expected = {parameter.name: parameter for parameter in parameters_of(training.config)}
     found = {parameter.name: parameter for parameter in training.manifest.parameters}
@@ -98,7 +99,7 @@ def _shapes(
             )
 
 
-@check("static", OPTIMIZER)
+@check("static", OPTIMIZER, PARAMETERS)
 def optimizer(subject: Subject) -> Iterator[Outcome]:
     """States, weight decay, batch and dispatch in the manifest are those of config and optimizer."""
     training = training_of(subject)
@@ -111,8 +112,10 @@ def optimizer(subject: Subject) -> Iterator[Outcome]:
         yield Skipped("the manifest's optimizer is not known (MO602)")
     elif updating := [name for name in ("step", "apply") if name in training.manifest.graphs]:
         yield OPTIMIZER("the manifest", found=f"graphs {few(updating)} without an optimizer")
+    if training.imported is not None:
+        yield from _imported(training.manifest, training.imported)
     if training.config is None:
-        yield Skipped("the manifest's config is not known (MO602)")
+        yield Skipped(training.no_config)
         return
     yield from _dispatch(training.manifest, training.config)
     yield from _batch(training.manifest, training.config)
@@ -158,6 +161,36 @@ def _dispatch(manifest: Manifest, config: Config) -> Iterator[Outcome]:
         if key in manifest.dispatch and manifest.dispatch[key] != value:
             have = manifest.dispatch[key]
             yield OPTIMIZER(f"'dispatch.{key}' of the manifest", found=f"{have!r:.60}", expected=f"{value!r}")
+
+
+def _imported(manifest: Manifest, config: ImportedModel) -> Iterator[Outcome]:
+    """Batch inputs are those of the model, and the one that its loss needs; what is listed is there."""
+    for assembly, graph in manifest.graphs.items():
+        losses = assembly in ("step", "grad", "eval")
+        for one in graph.inputs_of("batch"):
+            is_target = losses and one.name == config.target
+            wanted = config.inputs.get(one.name)
+            if (wanted is None and not is_target) or (
+                wanted is not None and wanted != (one.dtype, one.shape)
+            ):
+                yield OPTIMIZER(
+                    f"batch inputs of the graph {assembly!r} in the manifest",
+                    found=f"{one.name!r} is {tensor_text((one.dtype, one.shape))}",
+                    expected=tensor_text(wanted),
+                )
+        if losses and config.target and config.target not in [one.name for one in graph.inputs_of("batch")]:
+            yield OPTIMIZER(
+                f"batch inputs of the graph {assembly!r} in the manifest",
+                found=f"{config.target!r} is absent",
+                expected=f"it is there, as the loss {config.loss!r} needs it",
+            )
+    known = {parameter.name for parameter in manifest.parameters}
+    if lost := [n for n in (*config.tied, *config.split, *config.renamed) if n not in known]:
+        yield PARAMETERS(
+            "parameters of the manifest",
+            found=f"it lacks {few(dict.fromkeys(lost))}",
+            expected="those of its config",
+        )
 
 
 def _batch(manifest: Manifest, config: Config) -> Iterator[Outcome]:

@@ -51,8 +51,11 @@ def operators(subject: Subject) -> Iterator[Outcome]:
     if isinstance(training, str):
         yield Skipped(training)
         return
-    if training.config is None or training.assembly not in ("step", "grad", "eval", "forward"):
-        yield Skipped("there is no model in this graph, or its config is not known")
+    if training.config is None:
+        yield Skipped(training.no_config)
+        return
+    if training.assembly not in ("step", "grad", "eval", "forward"):
+        yield Skipped("there is no model in this graph")
         return
     backward = training.assembly in ("step", "grad")
     found = [(s, n) for s, n in subject.nodes() if n.domain in OURS and s.function is None]

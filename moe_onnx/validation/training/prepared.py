@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from moe_onnx.build.config import MoeLayerConfig, MoeLMConfig
+from moe_onnx.build.imported import ImportedModel
 from moe_onnx.build.manifest import METADATA_KEY, GraphInfo, Manifest
 from moe_onnx.build.optimizers import Optimizer, optimizer_from_dict
 from moe_onnx.build.recipe import CONFIGS
@@ -40,7 +41,10 @@ NO_MANIFEST = f"the model carries no {METADATA_KEY}, so it is no training graph 
 
 @dataclass
 class Training:
-    """What a training graph's manifest says; ``config`` and ``optimizer`` are None where unknown."""
+    """What a training graph's manifest says; ``config`` and ``optimizer`` are None where unknown.
+
+    A model that was imported has an ``imported`` in place of a config, which does not say what is in it.
+    """
 
     manifest: Manifest
     assembly: str | None  # which of the manifest's graphs this is
@@ -48,6 +52,14 @@ class Training:
     config: Config | None
     optimizer: Optimizer | None
     notes: tuple[str, ...] = ()  # why config or optimizer is None
+    imported: ImportedModel | None = None
+
+    @property
+    def no_config(self) -> str:
+        """Why there is no config."""
+        if self.imported is not None:
+            return "the model was imported: its config does not say what has to be in it"
+        return "the manifest's config is not known (MO602)"
 
 
 def training_of(subject: Subject) -> Training | str:
@@ -119,7 +131,14 @@ def _read(subject: Subject) -> Training | str:
         return NO_MANIFEST
     if isinstance(manifest, str):
         return f"the manifest cannot be read ({UNREADABLE.name})"
-    config, notes = _config(manifest)
+    imported, config, notes = None, None, []
+    if manifest.config.get("kind") == ImportedModel.__name__:
+        try:
+            imported = ImportedModel.from_dict(manifest.config)
+        except (ConfigError, TypeError, ValueError, OverflowError) as error:
+            notes = [f"the config: {error}"]
+    else:
+        config, notes = _config(manifest)
     optimizer: Optimizer | None = None
     if manifest.optimizer is not None:
         try:
@@ -128,13 +147,14 @@ def _read(subject: Subject) -> Training | str:
             notes.append(f"the optimizer: {error}")
     assembly = _assembly(manifest, subject)
     info = manifest.graphs[assembly] if assembly is not None else GraphInfo((), ())
-    return Training(manifest, assembly, info, config, optimizer, tuple(notes))
+    return Training(manifest, assembly, info, config, optimizer, tuple(notes), imported)
 
 
 def _config(manifest: Manifest) -> tuple[Config | None, list[str]]:
     kind = manifest.config.get("kind")
     if not isinstance(kind, str) or kind not in CONFIGS:
-        return None, [f"the config: 'kind' must be one of {', '.join(CONFIGS)}, got {kind!r:.60}"]
+        known = ", ".join([*CONFIGS, ImportedModel.__name__])
+        return None, [f"the config: 'kind' must be one of {known}, got {kind!r:.60}"]
     try:
         config = CONFIGS[kind].from_dict(manifest.config)
     except (ConfigError, TypeError, ValueError, OverflowError) as error:

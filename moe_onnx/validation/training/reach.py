@@ -73,9 +73,12 @@ def reach(subject: Subject) -> Iterator[Outcome]:
     noisy = training.assembly in ("step", "grad")
     config = training.config
     tied = isinstance(config, MoeLMConfig) and config.tie_word_embeddings
+    shared = () if training.imported is None else training.imported.tied
     used: dict[tuple[int, ...], list[tuple[str, str]]] = {}
     for parameter in training.manifest.parameters:
         places = _uses(flow, parameter.name, before)
+        if parameter.name in shared:
+            continue
         if len(places) > (2 if parameter.name == EMBEDDING else 1):
             said = f"is read in {len(places)} places: {', '.join(places[:3])}"
             used.setdefault(parameter.shape, []).append((parameter.name, said))

@@ -73,7 +73,7 @@ def _read(subject: Subject) -> Forward | str:
         return found
     training, flow = found
     if training.config is None:
-        return "the manifest's config is not known (MO602)"
+        return training.no_config
     routes = Routes(flow, (parameter.name for parameter in training.manifest.parameters))
     if not len(routes.of(*DISPATCHES)) == len(routes.of(*COMBINES)) == moe_layers(training.config):
         return "dispatch or combine of some layers are no operators, or there are too many"

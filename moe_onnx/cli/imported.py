@@ -1,0 +1,109 @@
+"""The command ``train-graph``: from an ONNX model to a folder of training graphs."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import click
+
+from moe_onnx.build.imported import ImportedModel
+from moe_onnx.build.moe_options import FORMS
+from moe_onnx.build.optimizers import SGD, AdamW
+from moe_onnx.build.training_graph import ASSEMBLIES
+from moe_onnx.cli import graphs
+from moe_onnx.cli.options import CONSOLE, ERRORS
+from moe_onnx.errors import OptionError
+from moe_onnx.imported.training import training_graph_from
+
+
+@click.command("train-graph")
+@click.argument("model", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.option(
+    "--loss",
+    required=True,
+    metavar="NAME|cross-entropy|mean-squared-error",
+    help="A scalar of the model, or a loss to attach to an output.",
+)
+@click.option(
+    "--params",
+    multiple=True,
+    metavar="PATTERN",
+    help="What to train, by name; with ! in front, what not. Default: all weights that the loss depends on.",
+)
+@click.option("--output", "of", metavar="NAME", help="What an attached loss is of. Default: logits.")
+@click.option("--ignore-index", type=int, default=-100, show_default=True, help="Label that is left out.")
+@click.option(
+    "--shift/--no-shift",
+    default=None,
+    help="Whether a position is held against the next label. Default: where logits have three axes.",
+)
+@click.option(
+    "--assembly", help=f"Some of {', '.join(ASSEMBLIES)}. Default: all but step that the model has."
+)
+@click.option("--optimizer", type=click.Choice(["adamw", "sgd"]), default="adamw", show_default=True)
+@click.option("--weight-decay", type=float, help="Of the optimizer.")
+@click.option("--optimize-for", type=click.Choice(list(FORMS)), default="body", show_default=True)
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="Folder for the graphs, manifest.json and model.safetensors.",
+)
+def train_graph(
+    model: Path,
+    loss: str,
+    params: tuple[str, ...],
+    of: str | None,
+    assembly: str | None,
+    optimizer: str,
+    weight_decay: float | None,
+    out: Path,
+    **rest: Any,
+) -> None:
+    """Write the training graphs of any ONNX MODEL, such as an export of PyTorch.
+
+    \b
+    Examples:
+      moe-onnx train-graph lm.onnx --loss cross-entropy -o model
+      moe-onnx train-graph lm.onnx --loss cross-entropy --params '*.experts.*' -o model
+      moe-onnx train-graph lm.onnx --loss cross-entropy --params '!*embed*' --optimizer sgd -o model
+      moe-onnx train-graph net.onnx --loss mean-squared-error --output y -o model
+      moe-onnx train-graph net.onnx --loss total_loss -o model
+
+    Weights stay in the model's files until model.safetensors is written, one after the other. What becomes of
+    merged, renamed and tied weights is said here and stands in manifest.json.
+    """  # noqa: D301
+    if model.resolve().parent == out.resolve() and model.stem in ASSEMBLIES:
+        raise OptionError(f"{out}: holds {model.name}, which would be overwritten. Give another folder.")
+    decay = {} if weight_decay is None else {"weight_decay": weight_decay}
+    kinds = {"adamw": AdamW, "sgd": SGD}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        graph = training_graph_from(
+            model,
+            loss=loss,
+            params=list(params) or None,
+            assembly=assembly,
+            optimizer=kinds[optimizer](**decay),
+            output=of,
+            **rest,
+        )
+    for one in said:
+        ERRORS.print("[bold yellow]warning:[/] ", end="")
+        ERRORS.print(str(one.message), markup=False)
+    graph.save(out)
+    graphs.print_graphs(graph)
+    _print_changes(ImportedModel.from_dict(graph.manifest.config))
+    CONSOLE.print(f"written to {out}", markup=False)
+
+
+def _print_changes(config: ImportedModel) -> None:
+    for new, old in config.renamed.items():
+        CONSOLE.print(f"renamed  {old} -> {new}", markup=False)
+    for new, old in config.split.items():
+        CONSOLE.print(f"split    {new}, which the model had merged into {old}", markup=False)
+    for name in config.tied:
+        CONSOLE.print(f"tied     {name}, which is read in several places", markup=False)

@@ -1,0 +1,206 @@
+"""The weights in a model: what exporters merged is split, what lost its name gets it back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from moe_onnx.imported.modules import BUFFERS, MADE_UP, kind_of, modules_of, owns
+from moe_onnx.imported.weights import read, sizes_of
+
+FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
+Use = Any  # a node and the slot that it reads a value in: onnx-ir has no public type for it
+_READ_AS_WEIGHT = {"MatMul": 1, "Gemm": 1, "Conv": 1, "ConvTranspose": 1, "Gather": 0, "GatherND": 0}
+
+
+@dataclass
+class Weight:
+    """A parameter to be: the value that the graph reads, and its tensor, whose transpose it may be."""
+
+    name: str
+    value: ir.Value
+    tensor: ir.TensorProtocol
+    is_turned: bool = False
+
+
+@dataclass
+class Weights:
+    """All float initializers of a model by the name that the parameter has, and what was done to them."""
+
+    found: dict[str, Weight] = field(default_factory=dict)
+    split: dict[str, str] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+
+    def is_weight(self, weight: Weight) -> bool:
+        """The rule for what is trained where nobody says otherwise.
+
+        Floats that are no scalars, no buffer of a known name, and that have a name of their own or are
+        what a product or lookup reads as its matrix.
+        """
+        if not len(weight.tensor.shape) or BUFFERS.search(weight.name):
+            return False
+        original = self.renamed.get(weight.name, weight.name)
+        return not MADE_UP.search(original) or weight.name in self.renamed or _is_matrix(weight.value)
+
+
+def find_weights(model: ir.Model) -> Weights:
+    """The weights of a model, whose graph is changed so that each parameter is a value of its own."""
+    graph, done = model.graph, Weights()
+    for value in _float_initializers(graph):
+        _split_merged(graph, value, done)
+    made_up = [value for value in _float_initializers(graph) if MADE_UP.search(str(value.name))]
+    names = {str(value.name) for value in graph.initializers.values()}
+    for value in _float_initializers(graph):
+        if value not in made_up:
+            assert value.const_value is not None
+            done.found[str(value.name)] = Weight(str(value.name), value, value.const_value)
+    lost = []
+    for value in made_up:
+        lost += [] if _rename(graph, value, done, names) else [f"'{value.name}'"]
+    if lost:
+        warnings.warn(
+            f"{len(lost)} weights have made-up names, and nothing says which parameters they are: "
+            f"{', '.join(lost[:4])}. They are trained so. Export with optimize=False to keep names.",
+            stacklevel=4,
+        )
+    return done
+
+
+def _float_initializers(graph: ir.Graph) -> list[ir.Value]:
+    found = [value for value in graph.initializers.values() if value.const_value is not None]
+    return [value for value in found if value.const_value.dtype in FLOATS]  # type: ignore[union-attr]
+
+
+def _split_merged(graph: ir.Graph, value: ir.Value, done: Weights) -> None:
+    """Give each module that reads an initializer of another one a parameter of its own."""
+    name, tensor = str(value.name), value.const_value
+    assert tensor is not None
+    for use in list(value.uses()):
+        out = use.node.outputs[0]
+        is_alias = use.node.op_type == "Identity" and "." in name and "." in str(out.name)
+        # torch.onnx.export(dynamo=False) leaves an Identity from the parameter kept to each merged one.
+        if is_alias and str(out.name) not in graph.initializers and not out.is_graph_output():
+            _new_parameter(graph, value, str(out.name), list(out.uses()), done)
+            graph.remove(use.node, safe=False)
+    if "." not in name or not _may_be_merged(tensor, name):
+        return
+    uses = [(use, modules_of(use.node)) for use in value.uses()]
+    if not any(modules and owns(modules, name) for _, modules in uses):
+        return  # read by others only: a module around it, which is no other parameter
+    others: dict[str, list[Use]] = {}
+    for use, modules in uses:
+        if modules and not owns(modules, name):
+            other = f"{modules[-1]}.{kind_of(use.node, use.idx, name)}"
+            others.setdefault(other, []).append(use)
+    for other, several in others.items():
+        if other not in graph.initializers:
+            _new_parameter(graph, value, other, several, done)
+
+
+def _new_parameter(graph: ir.Graph, value: ir.Value, name: str, uses: list[Use], done: Weights) -> None:
+    for use in uses:
+        for out in use.node.outputs:
+            if out.name == name:
+                out.name = f"{name}/value"
+    new = ir.Value(name=name, type=value.type, shape=value.shape, const_value=value.const_value)
+    graph.register_initializer(new)
+    for use in uses:
+        use.node.replace_input_with(use.idx, new)
+    done.split[name] = str(value.name)
+
+
+def _may_be_merged(tensor: ir.TensorProtocol, name: str) -> bool:
+    """Vectors, and what is the same everywhere. A matrix of two uses is tied: an embedding and its head."""
+    if not len(tensor.shape):
+        return False
+    if len(tensor.shape) == 1:
+        return True
+    value = read(tensor, name)
+    return bool(value.size) and bool((value == value.reshape(-1)[0]).all())
+
+
+def _is_matrix(value: ir.Value) -> bool:
+    """Whether a product or a lookup reads a value as its matrix."""
+    return len(value.shape or ()) > 1 and any(
+        _READ_AS_WEIGHT.get(use.node.op_type) == use.idx and use.node.domain == "" for use in value.uses()
+    )
+
+
+def _rename(graph: ir.Graph, value: ir.Value, done: Weights, names: set[str]) -> bool:
+    """Give a matrix that constant folding made, its parameter's name and layout; False where that is lost."""
+    tensor, uses = value.const_value, list(value.uses())
+    assert tensor is not None
+    original = str(value.name)
+    plain = Weight(original, value, tensor)
+    if not _is_matrix(value):
+        done.found[original] = plain
+        return True  # no weight: an epsilon, a table of positions
+    modules = {tuple(modules_of(use.node)) for use in uses}
+    module = next(iter(modules))
+    is_turned = len(tensor.shape) == 2 and all(u.node.op_type == "MatMul" and u.idx == 1 for u in uses)
+    tied = _same(tensor, done, original) if is_turned else None
+    if tied is not None:  # an embedding, and the output projection that reads its transpose
+        _turn(graph, value, tied)
+        return True
+    if len(modules) != 1 or not module:
+        done.found[original] = plain
+        return False
+    base = name = f"{module[-1]}.weight"
+    number = 1
+    while name in names:
+        number += 1
+        name = f"{base}_{number}"
+    names.add(name)
+    done.renamed[name] = original
+    if not is_turned:
+        del graph.initializers[original]
+        value.name = name
+        graph.register_initializer(value)
+        done.found[name] = Weight(name, value, tensor)
+        return True
+    shape = ir.Shape(list(sizes_of(tensor))[::-1])
+    new = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
+    graph.register_initializer(new)
+    _turn(graph, value, new)
+    done.found[name] = Weight(name, new, tensor, is_turned=True)
+    return True
+
+
+def _turn(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
+    """Let the users of ``old`` read the transpose of ``new``."""
+    node = ir.Node("", "Transpose", [new], [ir.AttrInt64s("perm", [1, 0])], name=f"{old.name}/transpose")
+    name = str(old.name)
+    graph.insert_before(graph[0], node)
+    ir.convenience.replace_all_uses_with(old, node.outputs[0])
+    del graph.initializers[name]
+    node.outputs[0].name = name
+    node.outputs[0].type, node.outputs[0].shape = old.type, old.shape
+
+
+def _same(tensor: ir.TensorProtocol, done: Weights, name: str) -> ir.Value | None:
+    """The parameter of which a tensor is the transpose, in every bit."""
+    shape = sizes_of(tensor)[::-1]
+    if min(shape) < 2:
+        return None
+    for weight in done.found.values():
+        other = weight.tensor
+        if weight.is_turned or tuple(other.shape) != shape or other.dtype != tensor.dtype:
+            continue
+        mine, theirs = read(tensor, name), read(other, weight.name)
+        if np.array_equal(mine[:, 0], theirs[0]) and np.array_equal(mine.T, theirs):
+            return weight.value
+    return None
+
+
+def places(weight: Weight) -> int:
+    """How many nodes read a weight."""
+    return len(set(_readers(weight.value)))
+
+
+def _readers(value: ir.Value) -> Iterator[ir.Node]:
+    yield from (use.node for use in value.uses())

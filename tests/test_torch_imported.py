@@ -1,0 +1,131 @@
+"""Exports of torch as training graphs: loss, every gradient and steps of AdamW against torch's own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch_exports import (
+    VOCABULARY,
+    adamw_difference,
+    export_language_model,
+    language_model,
+    largest_difference,
+    torch_loss,
+)
+
+import moe_onnx
+
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.filterwarnings("ignore"),  # torch's exporters warn of themselves
+    pytest.mark.timeout(300),
+]
+README = Path(__file__).parent.parent / "README.md"
+
+
+def net(name: str) -> tuple[Any, Any]:
+    """A module and an example of its input."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    if name == "mlp":
+        return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3)), torch.randn(4, 8)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Any) -> Any:
+            return self.head(self.layers(x))
+
+    model = Encoder()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model, torch.randn(4, 5, 8)
+
+
+@pytest.mark.parametrize("exporter", ["trace", "dynamo", "dynamo unoptimized"])
+@pytest.mark.parametrize("name", ["mlp", "encoder"])
+def test_small_networks(name: str, exporter: str, tmp_path: Path) -> None:
+    import torch
+
+    if exporter != "trace":
+        pytest.importorskip("onnxscript", reason="torch.onnx.export(dynamo=True) needs onnxscript")
+    model, x = net(name)
+    model.train()  # without dropout; in eval the encoder runs fused kernels, which are not differentiated
+    path = tmp_path / "net.onnx"
+    kind = {"trace": {"dynamo": False}, "dynamo": {"dynamo": True}}.get(
+        exporter, {"dynamo": True, "optimize": False}
+    )
+    if exporter == "trace":
+        kind |= {"training": torch.onnx.TrainingMode.TRAINING, "do_constant_folding": False}
+    torch.onnx.export(
+        model, (x,), str(path), input_names=["x"], output_names=["y"], verbose=False, **kind
+    )
+    graph = moe_onnx.training_graph_from(path, loss="mean-squared-error", assembly="grad+apply")
+    batches = []
+    for _ in range(3):
+        y = torch.randn_like(model(x)).numpy()
+        batches.append({"x": torch.randn_like(x).numpy(), "target": y})
+
+    def loss_of(module: Any, batch: dict[str, np.ndarray]) -> Any:
+        return torch.nn.functional.mse_loss(
+            module(torch.from_numpy(batch["x"])), torch.from_numpy(batch["target"])
+        )
+
+    of_loss, of_gradients = largest_difference(graph, model, batches[0], loss_of(model, batches[0]))
+    assert of_loss <= 1e-5 and of_gradients <= 1e-5
+    assert adamw_difference(graph, model, batches, loss_of) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "OLMoE"])
+def test_language_models_of_transformers(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="torch.onnx.export(dynamo=True) needs onnxscript")
+    model = language_model(name)
+    path = export_language_model(model, tmp_path / "lm.onnx")
+    graph = moe_onnx.training_graph_from(path, loss="cross-entropy", assembly="grad+apply+forward")
+    rng = np.random.default_rng(1)
+    # Other sizes than those of the export.
+    batches = [{"input_ids": rng.integers(0, VOCABULARY, shape)} for shape in ((2, 9), (1, 4), (3, 7))]
+    for batch in batches:
+        ids = batch["input_ids"]
+        loss = torch_loss(model, ids)
+        of_loss, of_gradients = largest_difference(graph, model, {**batch, "labels": ids}, loss)
+        assert of_loss <= 1e-5 and of_gradients <= 1e-5
+    assert adamw_difference(graph, model, batches, lambda m, b: torch_loss(m, b["input_ids"])) <= 1e-4
+    graph.save(tmp_path / "out")
+    assert not [f for f in moe_onnx.validate(tmp_path / "out" / "grad.onnx") if f.severity == "error"]
+
+
+def test_an_optimized_export_has_its_weights_in_torchs_layout(tmp_path: Path) -> None:
+    """Constant folding has turned them and taken their names; those of products come back."""
+    pytest.importorskip("onnxscript", reason="torch.onnx.export(dynamo=True) needs onnxscript")
+    model = language_model("Mixtral")
+    path = export_language_model(model, tmp_path / "lm.onnx", optimize=True)
+    graph = moe_onnx.training_graph_from(path, loss="cross-entropy", assembly="grad")
+    ours = {name.removeprefix("lm."): value for name, value in graph.weights.parameters()}
+    theirs = {name: value.detach().numpy() for name, value in model.named_parameters()}
+    lost = ours.keys() - theirs.keys()
+    assert all(re.fullmatch(r"model\.layers\.\d\.mlp\.experts\.weight(_2)?", name) for name in lost)
+    for name in ours.keys() - lost:
+        np.testing.assert_array_equal(ours[name], theirs[name])
+    assert len(ours) == len(theirs)
+
+
+def test_the_readmes_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxscript", reason="torch.onnx.export(dynamo=True) needs onnxscript")
+    section = README.read_text("utf-8").split("## Train any ONNX model")[1].split("\n## ")[0]
+    (code,) = re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["losses"][-1] < 0.5 * names["losses"][0]
