@@ -209,11 +209,14 @@ def test_in_subgraphs() -> None:
     loop = helper.make_node("Loop", ["once", "yes"], ["rows"], "loop", body=body)
     largest = helper.make_node("ReduceMax", ["rows", "axis"], ["d"], keepdims=0)
     axis = helper.make_node("Constant", [], ["axis"], value_ints=[0])
-    model = model_of(size, yes, node, once, loop, axis, largest, helper.make_node("Max", ["c", "d"], ["y"]))
+    main = init("g", "m", "main")  # beside the nodes that hold the others
+    top = helper.make_node("Max", ["c", "d", "m"], ["y"])
+    model = model_of(size, yes, node, once, loop, axis, largest, main, top)
     runs_as(expanded(model))
     places = [note.place for note in apply_passes(model, ["expand"]).report.applied]
     assert sorted(places) == sorted(
         [
+            "graph",
             "else_branch of node 'outer' (If)",
             "then_branch of node 'inner' (If) in then_branch of node 'outer' (If)",
             "else_branch of node 'inner' (If) in then_branch of node 'outer' (If)",

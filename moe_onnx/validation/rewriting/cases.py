@@ -71,7 +71,8 @@ def adversarial(subject: Subject, base: Case, seed: int, *, exact: bool) -> Iter
         zeros = {name: np.zeros_like(base.values[name]) for name in parameters}
         yield _with(base, "parameters of zero: all scores tie", zeros)
     routed = _routed(subject)
-    if free := [name for name in own if name not in routed]:
+    free = [name for name in own if name not in routed]
+    if free != floats:
         yield _with(base, "all rows alike", {name: _first_row(base.values[name]) for name in free})
     sizes = free_sizes(subject)
     for name, many in (("one of each", 1), ("none of each: empty", 0), ("more of each", MORE)):
