@@ -116,7 +116,9 @@ def verdict(name: str, model: onnx.ModelProto, inputs: list[Any]) -> tuple[str, 
     try:
         plain = runner(lifted, without=LOSS)
         rng = np.random.default_rng(3)
-        floats = [value.name for value in lifted.graph.output[:-1] if value.type.tensor_type.elem_type in FLOATS]
+        floats = [
+            value.name for value in lifted.graph.output[:-1] if value.type.tensor_type.elem_type in FLOATS
+        ]
         for out, array in plain(feed).items():
             if out in floats:
                 feed[f"{out}.weight"] = np.asarray(rng.standard_normal(np.shape(array)))
@@ -178,7 +180,9 @@ def verdict_of(moved: Callable[[float], float], mine: float, scale: float) -> bo
     step = STEP / 16
     right = (4 * moved(step) - moved(2 * step) - 3 * here) / (2 * step)
     left = -(4 * moved(-step) - moved(-2 * step) - 3 * here) / (2 * step)
-    if not np.isfinite([right, left, mine]).all() or abs(right - left) > 1e-3 * max(scale, abs(right), abs(left)):
+    if not np.isfinite([right, left, mine]).all() or abs(right - left) > 1e-3 * max(
+        scale, abs(right), abs(left)
+    ):
         return None
     return False
 

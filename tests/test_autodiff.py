@@ -180,7 +180,6 @@ def test_an_input_that_a_rule_leaves_out() -> None:
     ("body", "why"),
     [
         ('loss = Einsum <equation = "ij,jj->ij"> (x, q)', "takes a diagonal"),
-        ("loss = ReduceSum <keepdims = 0> (x, k)", "axes that are computed"),
         ("r = Constant <value = double {0.5}> ()  loss = Dropout (x, r, t)", "training mode"),
     ],
 )
@@ -199,7 +198,9 @@ def test_initializers_that_callers_may_replace_are_no_constants() -> None:
             loss = ReduceSum <keepdims = 0> (x, axes) }"""
     )
     assert [value.name for value in model.graph.input] == ["x", "axes"]
-    assert "axes that are computed" in refused(model, "x")
+    assert "Equal" in {
+        node.op_type for node in moe_onnx.differentiate(model, loss="loss", wrt="x").graph.node
+    }
 
 
 def test_names_that_are_not_there() -> None:

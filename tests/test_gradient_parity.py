@@ -190,7 +190,11 @@ def shaped() -> dict[str, Callable[..., Any]]:
 # Named here, as torch is not there when the default tests are collected.
 WITHOUT = ("Identity", "Cast", "CastLike", "CumSum", "Dropout", "GatherND", "Reshape", "Split", "Squeeze")
 CONTROL = ("If", "Loop", "Scan")
-OPS = {op for _, op in rules() if op not in (*WITHOUT, *CONTROL, "TopK", "Unsqueeze") and not op.startswith("Moe")}
+OPS = {
+    op
+    for _, op in rules()
+    if op not in (*WITHOUT, *CONTROL, "TopK", "Unsqueeze") and not op.startswith("Moe")
+}
 PARITY_CASES = [case for case in CASES if case.op in OPS and case.used == (0,)]
 
 

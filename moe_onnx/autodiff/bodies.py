@@ -42,7 +42,7 @@ def inline_functions(model: ir.Model) -> None:
         if not chosen(function):
             continue
         for domain, version in function.opset_imports.items():
-            if "ai.onnx" == domain:
+            if domain == "ai.onnx":
                 domain = ""
             here = imports.setdefault(domain, version)
             if here != version:
@@ -102,6 +102,10 @@ def expand_bodies(model: ir.Model, loss: str, wrt: Collection[str]) -> bool:
     imports[_BODIES] = 1
     passes.InlinePass(lambda function: function.domain == _BODIES)(model)
     del imports[_BODIES]
+    for graph in (model.graph, *model.graph.subgraphs()):
+        for node in reversed(list(graph)):
+            if all(not out.name and not out.uses() for out in node.outputs):
+                graph.remove(node, safe=True)  # for an output that the call left out
     return True
 
 
@@ -193,5 +197,3 @@ def _give_defaults(node: ir.Node, version: int) -> None:
         if name not in node.attributes and attr.default_value.type:
             value = ir.from_proto(attr.default_value)
             node.attributes[name] = ir.Attr(name, value.type, value.value)
-
-

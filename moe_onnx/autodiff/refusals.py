@@ -11,7 +11,9 @@ _CONSTANT_ALMOST_EVERYWHERE = (
     "[d], or leave out of wrt what is reached only through it."
 )
 _SEQUENCE = "Sequences and optionals carry no gradients: give their tensors to the nodes that use them directly, or as Concat or Stack."
-_CONVOLUTION = "Convolutions and pooling have no rules: as Gather or Slice, MatMul and Reduce nodes they have."
+_CONVOLUTION = (
+    "Convolutions and pooling have no rules: as Gather or Slice, MatMul and Reduce nodes they have."
+)
 _RECURRENT = "Write the recurrence as a Scan or Loop, which have rules."
 _RANDOM = "What is drawn at random has no gradient with respect to its input: make it an input of the graph."
 _MATRIX = "Write it by MatMul, or register a rule."

@@ -31,7 +31,9 @@ def add_gradients(emitter: Emitter, loss: ir.Value, wrt: Sequence[ir.Value]) -> 
     """
     for value in (loss, *wrt):
         if not is_float(value):
-            raise GradientError(f"'{value.name}' is {value.dtype}: only floating-point values have gradients.")
+            raise GradientError(
+                f"'{value.name}' is {value.dtype}: only floating-point values have gradients."
+            )
     walk = _Walk(emitter, wrt)
     one = walk.g.like(1.0, loss)
     start = one if sizes(loss) == () else walk.g.op("Expand", one, walk.g.shape(loss))

@@ -30,7 +30,9 @@ def if_(g: Gradients, node: ir.Node, *d: ir.Value | None) -> Grads:
     branches: list[tuple[Emitter, Grads]] = []
     for name in ("then_branch", "else_branch"):
         inner, outputs = copy_into(g.emitter, node.attributes[name].as_graph(), {})
-        seeds = [(out, grad) for out, grad in zip(outputs, d, strict=True) if grad is not None and is_float(out)]
+        seeds = [
+            (out, grad) for out, grad in zip(outputs, d, strict=True) if grad is not None and is_float(out)
+        ]
         branches.append((inner, gradients_inside(inner, seeds, captured)))
     kept = [i for i in range(len(captured)) if any(grads[i] is not None for _, grads in branches)]
     found: Grads = [None] * (len(node.inputs) + len(captured))
@@ -59,7 +61,9 @@ class _Iterated:
     node: ir.Node
     body: ir.Graph
     states: list[tuple[ir.Value, ir.Value, ir.Value, ir.Value]]  # initial, in the body, of the body, final
-    slices: list[tuple[ir.Value, ir.Value, int, bool]] = field(default_factory=list)  # outer, inner, axis, reversed
+    slices: list[tuple[ir.Value, ir.Value, int, bool]] = field(
+        default_factory=list
+    )  # outer, inner, axis, reversed
     stacks: list[tuple[ir.Value, ir.Value, int, bool]] = field(default_factory=list)  # of the body, outer, ..
     counter: ir.Value | None = None
     condition: ir.Value | None = None
@@ -97,7 +101,13 @@ def scan(g: Gradients, node: ir.Node, *d: ir.Value | None) -> Grads:
         return list(attribute(node, name) or [0] * length)
 
     states = list(
-        zip(inputs[:carried], body.inputs[:carried], body.outputs[:carried], node.outputs[:carried], strict=True)
+        zip(
+            inputs[:carried],
+            body.inputs[:carried],
+            body.outputs[:carried],
+            node.outputs[:carried],
+            strict=True,
+        )
     )
     slices = [
         (outer, own, axis % g.rank(outer), bool(backward))
@@ -268,7 +278,12 @@ class _Backward:
         self._fill_places()
         initial = [entry[0] for entry in carried]
         outputs = g.ops(
-            "Loop", self.count, g.constant(True, bool), *initial, outputs=len(carried) + len(stacked), body=inner.graph
+            "Loop",
+            self.count,
+            g.constant(True, bool),
+            *initial,
+            outputs=len(carried) + len(stacked),
+            body=inner.graph,
         )
         for out, value in zip(outputs, (*initial, *stacked), strict=True):
             assert value is not None
@@ -300,7 +315,9 @@ class _Backward:
         initial, _, out, _ = next(state for state in self.it.states if state[1] is own)
         type_ = own.type or initial.type
         if not isinstance(type_, ir.TensorType):
-            raise GradientError(f"'{own.name}', which is carried from one iteration to the next, is no tensor.")
+            raise GradientError(
+                f"'{own.name}', which is carried from one iteration to the next, is no tensor."
+            )
         before, after = sizes(own), sizes(out)
         if before is not None and after is not None:
             fixed = len(before) == len(after) and all(
