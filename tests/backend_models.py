@@ -55,7 +55,7 @@ def cases() -> Iterator[tuple[str, onnx.ModelProto, list[Array]]]:
 
 
 def weighed(model: onnx.ModelProto, inputs: list[Any]) -> tuple[onnx.ModelProto, list[str]] | None:
-    """The model in double precision, with the sum of its weighed float outputs as a loss; its float inputs."""
+    """The model in double precision, its weighed float outputs summed to a loss; its float inputs."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     scans = any(node.op_type == "Scan" for node in copy.graph.node)  # means another thing in opset 8

@@ -1,4 +1,5 @@
 """If, Loop, Scan, functions and bodies: gradients against finite differences, and what is refused."""
+# ruff: noqa: E501
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class _Walk:
                     f"{label} (node '{node.name}') is not differentiable for its input '{value.name}', and "
                     f"something wanted is behind it. Path from the loss: {self._path(node)}."
                 )
-            self.parts.setdefault(value, []).append(part)  # type: ignore[arg-type]
+            self.parts.setdefault(value, []).append(part)
             self.reached_by.setdefault(value, node)
 
     def result(self, value: ir.Value, loss: ir.Value) -> ir.Value:

@@ -157,6 +157,6 @@ def _positive(array: np.ndarray, size: int | str | None, what: str) -> np.ndarra
 def _refuse_doubles(doubled: bool, index: ir.Value) -> None:
     if doubled:
         raise GradientError(
-            f"the constant indices '{index.name}' hold a place twice, and without a reduction ONNX does not say "
-            "which update stays. Make them distinct, or use reduction='add'."
+            f"the constant indices '{index.name}' hold a place twice, and without a reduction ONNX does not "
+            "say which update stays. Make them distinct, or use reduction='add'."
         )
