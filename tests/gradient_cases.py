@@ -124,6 +124,11 @@ def reductions() -> Iterator[Case]:
             yield case(op, apart(0, 3), ints([-1]), constant=1, keepdims=keepdims)
         yield case(op, apart(2, 3), ints([1]), keepdims=1, note="axes computed")
         yield case(op, apart(2, 3), ints([], np.int64), keepdims=1, note="no axes, computed")
+        yield case(op, apart(2, 3, 2), ints([-1, 0]), keepdims=0, note="axes computed", known=(1,))
+    yield case("ReduceSum", apart(2, 3), ints([]), keepdims=0, note="no axes, computed", known=(1,))
+    more = {"keepdims": 0, "noop_with_empty_axes": 1, "known": (1,)}
+    yield case("ReduceSum", apart(2, 3), ints([]), note="no axes, computed", **more)
+    for op in (*ops, "ReduceMax", "ReduceMin", "ReduceProd"):
         yield case(op, apart())
         if op != "ReduceSum":
             yield case(op, apart(2, 3), axes=[1], keepdims=0, opset=17)
@@ -437,7 +442,9 @@ def scattering() -> Iterator[Case]:
                 yield case("ScatterND", apart(*shape), index, apart(*sent) + 0.1, **more)
         sent = (*once.shape[:-1], *shape[once.shape[-1] :])
         yield case("ScatterND", normal(*shape), once, normal(*sent), constant=1, note="constant")
-        yield case("ScatterND", normal(*shape), once, normal(*sent), known=(1,), wrt=(2,), note="updates alone")
+        yield case(
+            "ScatterND", normal(*shape), once, normal(*sent), known=(1,), wrt=(2,), note="updates alone"
+        )
 
 
 def routing() -> Iterator[Case]:

@@ -159,7 +159,12 @@ class Pad(OpRun):
     """With negative pads, which crop and which that of onnx 1.23 does not know."""
 
     def _run(  # type: ignore[override]
-        self, x: Array, pads: Array, fill: Array | None = None, axes: Array | None = None, mode: str = "constant"
+        self,
+        x: Array,
+        pads: Array,
+        fill: Array | None = None,
+        axes: Array | None = None,
+        mode: str = "constant",
     ) -> tuple[Array]:
         axes = np.arange(x.ndim) if axes is None else axes % x.ndim
         ends = [(0, 0)] * x.ndim

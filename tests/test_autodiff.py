@@ -37,6 +37,9 @@ def check_minimal(model: onnx.ModelProto) -> None:
     for node in reversed(model.graph.node):
         assert alive & set(node.output), f"nothing uses {node.name}"
         alive.update(node.input)
+        for graph in (attr.g for attr in node.attribute if attr.HasField("g")):
+            alive.update(name for inner in graph.node for name in inner.input)
+            alive.update(value.name for value in graph.output)
     unused = {value.name for value in model.graph.initializer} - alive
     assert not unused
     expressions = [
@@ -115,7 +118,9 @@ def test_a_subgraph_that_captures_what_is_wanted(wanted: str) -> None:
                 then_branch = t () => (double[2] a) { a = Neg (y) },
                 else_branch = e () => (double[2] b) { b = Exp (y) }> }"""
     )
-    assert "ai.onnx::If (node 'branch') has no gradient rule" in refused(model, wanted)
+    slope = {"x": [3.0, 4.0], "w": [1.0, 2.0]}[wanted]
+    feed = {"c": np.asarray(True), "x": np.asarray([1.0, 2.0]), "w": np.asarray([3.0, 4.0])}
+    np.testing.assert_array_equal(gradients(model, feed, wanted)[0], [-s for s in slope])
     with pytest.raises(moe_onnx.OptionError, match="the model has no value 'a'"):
         moe_onnx.differentiate(model, loss="loss", wrt="a")
 
@@ -174,18 +179,14 @@ def test_an_input_that_a_rule_leaves_out() -> None:
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ('loss = ScatterElements <reduction = "max"> (x, i, x)', "reduction='max'"),
-        ("st = Constant <value_ints = [2]> ()  loss = Slice (x, z, e, z, st)", "steps of 1"),
-        ("loss = Slice (x, k, e)", "constant starts"),
-        ("loss = ReduceSum <keepdims = 0> (x, k)", "axes that are computed"),
-        ('loss = Pad <mode = "reflect"> (x, p)', "mode='constant'"),
+        ('loss = Einsum <equation = "ij,jj->ij"> (x, q)', "takes a diagonal"),
         ("r = Constant <value = double {0.5}> ()  loss = Dropout (x, r, t)", "training mode"),
     ],
 )
 def test_forms_without_a_rule_say_what_is_wrong(body: str, why: str) -> None:
     model = model_of(
-        f"""g (double[2,3] x, int64[2,3] i, int64[1] k, int64[4] p, bool t) => (double[a,b] loss)
-        <int64[1] z = {{0}}, int64[1] e = {{2}}> {{ {body} }}"""
+        f"""g (double[2,3] x, double[3,3] q, int64[1] k, bool t) => (double[a,b] loss)
+        {{ {body} }}"""
     )
     message = refused(model, "x")
     assert why in message and "Path from the loss: 'loss' <- " in message
@@ -197,7 +198,9 @@ def test_initializers_that_callers_may_replace_are_no_constants() -> None:
             loss = ReduceSum <keepdims = 0> (x, axes) }"""
     )
     assert [value.name for value in model.graph.input] == ["x", "axes"]
-    assert "axes that are computed" in refused(model, "x")
+    assert "Equal" in {
+        node.op_type for node in moe_onnx.differentiate(model, loss="loss", wrt="x").graph.node
+    }
 
 
 def test_names_that_are_not_there() -> None:

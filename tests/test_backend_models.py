@@ -20,7 +20,9 @@ def test_no_backend_model_has_a_wrong_gradient() -> None:
         if kind == WRONG:
             wrong.append(f"{name}: {why}")
         if kind == REFUSED:
-            assert "Path from the loss" in why or "no differentiable path" in why or "convert" in why.lower(), why
+            assert (
+                "Path from the loss" in why or "no differentiable path" in why or "convert" in why.lower()
+            ), why
     assert not wrong
     assert kinds[DIFFERENTIATED] >= LEAST and kinds[NOT_RUN] <= MOST_NOT_RUN, kinds
 

@@ -1,4 +1,5 @@
 """If, Loop, Scan, functions and bodies: gradients against finite differences, and what is refused."""
+# ruff: noqa: E501
 
 from __future__ import annotations
 
@@ -77,7 +78,12 @@ def test_an_if_in_an_if() -> None:
                     else_branch = te () => (double[2] r) { r = Exp (x) }> },
             else_branch = e () => (double[2] s) { s = Neg (w) }> }"""
     for taken in range(4):
-        check(model_of(text), {"c": np.asarray(taken < 3), "b": np.asarray(taken % 2 == 0), "x": X, "w": W}, "x", "w")
+        check(
+            model_of(text),
+            {"c": np.asarray(taken < 3), "b": np.asarray(taken % 2 == 0), "x": X, "w": W},
+            "x",
+            "w",
+        )
 
 
 LOOP = """g (int64 n, double[2] x, double[2] w) => (double[2] loss) {
@@ -163,7 +169,10 @@ def test_scan(attributes: str, xs: str, stack: str) -> None:
         r = ReduceSum <keepdims = 0> (v)
         loss = Add (q, r) }}"""
     rng = np.random.default_rng(2)
-    feed = {name: rng.standard_normal([int(n) for n in dims.split(",")]) * 0.5 for name, dims in (("xs", xs), ("m", stack))}
+    feed = {
+        name: rng.standard_normal([int(n) for n in dims.split(",")]) * 0.5
+        for name, dims in (("xs", xs), ("m", stack))
+    }
     feed |= {"zs": rng.standard_normal((3, 2)), "w": W}
     check(model_of(text), feed, "xs", "zs", "w", "m")
     check(model_of(text), feed, "zs")
@@ -201,8 +210,16 @@ def test_what_blocks_inside_a_branch_is_named() -> None:
 @pytest.mark.parametrize(
     ("body", "op", "advice"),
     [
-        ("s = SequenceConstruct (x, x)  i = Constant <value_int = 0> ()  loss = SequenceAt (s, i)", "SequenceAt", "Sequences"),
-        ("s = SplitToSequence <axis = 0> (x)  loss = ConcatFromSequence <axis = 0> (s)", "ConcatFromSequence", "Sequences"),
+        (
+            "s = SequenceConstruct (x, x)  i = Constant <value_int = 0> ()  loss = SequenceAt (s, i)",
+            "SequenceAt",
+            "Sequences",
+        ),
+        (
+            "s = SplitToSequence <axis = 0> (x)  loss = ConcatFromSequence <axis = 0> (s)",
+            "ConcatFromSequence",
+            "Sequences",
+        ),
         ("o = Optional (x)  loss = OptionalGetElement (o)", "OptionalGetElement", "optionals"),
         ("loss = Round (x)", "Round", "straight-through"),
         ("loss = Bernoulli (x)", "Bernoulli", "drawn at random"),
@@ -235,7 +252,9 @@ def test_of_computed_indices_the_update_that_stays_has_the_gradient(op: str) -> 
 def test_extrema_and_sums_share_at_ties() -> None:
     text = 'g (double[2] x, int64[3] i, double[3] u) => (double[2] loss) { loss = ScatterElements <reduction = "max"> (x, i, u) }'
     done = moe_onnx.differentiate(model_of(text), loss="loss", wrt=["x", "u"])
-    _, dx, du = run(done, {"x": np.asarray([2.0, 1.0]), "i": np.asarray([0, 0, 1]), "u": np.asarray([2.0, 2.0, 5.0])})
+    _, dx, du = run(
+        done, {"x": np.asarray([2.0, 1.0]), "i": np.asarray([0, 0, 1]), "u": np.asarray([2.0, 2.0, 5.0])}
+    )
     np.testing.assert_allclose(dx, [1 / 3, 0])
     np.testing.assert_allclose(du, [1 / 3, 1 / 3, 1])
 
@@ -281,7 +300,9 @@ def test_functions_with_branches_and_attributes(attributes: str) -> None:
 
 
 def test_functions_of_opsets_that_agree() -> None:
-    function = '<domain: "my.domain", opset_import: ["": 18]>\nTwice (x) => (y) { s = Sin (x)  y = Add (s, s) }'
+    function = (
+        '<domain: "my.domain", opset_import: ["": 18]>\nTwice (x) => (y) { s = Sin (x)  y = Add (s, s) }'
+    )
     text = "g (double[2] x) => (double[2] loss) { loss = my.domain.Twice (x) }"
     model = model_of(text, '"": 21, "my.domain": 1', function)
     found = moe_onnx.differentiate(model, loss="loss", wrt="x")

@@ -9,7 +9,6 @@ import numpy as np
 import onnx
 import pytest
 from gradient_tools import run
-from onnx import helper, numpy_helper
 
 import moe_onnx
 
@@ -92,7 +91,9 @@ def test_gradients_of_an_exported_network(name: str, dynamo: bool) -> None:
         model = program.model_proto
     else:
         file = io.BytesIO()  # the exporter of older files
-        torch.onnx.export(network, (x, labels), file, dynamo=False, opset_version=20, do_constant_folding=False)
+        torch.onnx.export(
+            network, (x, labels), file, dynamo=False, opset_version=20, do_constant_folding=False
+        )
         model = onnx.load_model_from_string(file.getvalue())
     loss = model.graph.output[0].name
     held = {tensor.name for tensor in model.graph.initializer}

@@ -6,6 +6,7 @@ Also the functions of a model: their nodes take the place of their calls.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -42,7 +43,7 @@ def inline_functions(model: ir.Model) -> None:
         if not chosen(function):
             continue
         for domain, version in function.opset_imports.items():
-            if "ai.onnx" == domain:
+            if domain == "ai.onnx":
                 domain = ""
             here = imports.setdefault(domain, version)
             if here != version:
@@ -76,7 +77,7 @@ def _differing(function: ir.Function, domain: str, old: int, new: int) -> str:
 
 
 def expand_bodies(model: ir.Model, loss: str, wrt: Collection[str]) -> bool:
-    """Replace nodes between ``wrt`` and ``loss`` that have no rule and have a body; whether there were any."""
+    """Replace nodes between ``wrt`` and ``loss`` that have no rule but a body; whether there were any."""
     imports = model.graph.opset_imports
     version = imports.get("", 1)
     found = 0
@@ -93,7 +94,7 @@ def expand_bodies(model: ir.Model, loss: str, wrt: Collection[str]) -> bool:
         function.domain, function.name, found = _BODIES, name, found + 1
         _give_defaults(node, version)
         node.domain, node.op_type = _BODIES, name
-        local = ir.from_proto(function)
+        local = ir.serde.deserialize_function(function)
         local.opset_imports.clear()
         local.opset_imports.update({"": version})
         model.functions[local.identifier()] = local
@@ -102,6 +103,10 @@ def expand_bodies(model: ir.Model, loss: str, wrt: Collection[str]) -> bool:
     imports[_BODIES] = 1
     passes.InlinePass(lambda function: function.domain == _BODIES)(model)
     del imports[_BODIES]
+    for graph in (model.graph, *model.graph.subgraphs()):
+        for node in reversed(list(graph)):
+            if all(not out.name and not out.uses() for out in node.outputs):
+                graph.remove(node, safe=True)  # for an output that the call left out
     return True
 
 
@@ -134,7 +139,7 @@ def _all(graphs: Iterable[ir.Graph]) -> Iterable[ir.Node]:
 def _body(node: ir.Node, version: int) -> onnx.FunctionProto | None:
     """The function body of a node's operator, of an opset that is not newer than the model's."""
     try:
-        schema = onnx.defs.get_schema(node.op_type, version, "")
+        schema: Any = onnx.defs.get_schema(node.op_type, version, "")
     except onnx.defs.SchemaError:
         return None
     found = None
@@ -191,7 +196,5 @@ def _give_defaults(node: ir.Node, version: int) -> None:
     """Attributes that a body refers to, where the node leaves them to their defaults."""
     for name, attr in onnx.defs.get_schema(node.op_type, version, "").attributes.items():
         if name not in node.attributes and attr.default_value.type:
-            value = ir.from_proto(attr.default_value)
+            value = ir.serde.deserialize_attribute(attr.default_value)
             node.attributes[name] = ir.Attr(name, value.type, value.value)
-
-

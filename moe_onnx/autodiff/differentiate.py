@@ -23,8 +23,8 @@ def differentiate(
     Works on every model whose operators, between ``wrt`` and ``loss``, have gradient rules: those of
     this package, and those given to :func:`moe_onnx.register_gradient`. Functions without a rule of
     their own are inlined, operators without a rule that onnx defines by a function body are replaced by it,
-    and If, Loop and Scan are differentiated with the outer values they use. What no gradient needs is not computed for it, and integers end the paths
-    that gradients take.
+    and If, Loop and Scan are differentiated with the outer values they use. What no gradient needs is
+    not computed for it, and integers end the paths that gradients take.
 
     Args:
         model: Any ONNX model, of opset 18 or newer for all rules to apply.

@@ -10,8 +10,13 @@ _CONSTANT_ALMOST_EVERYWHERE = (
     "Its output is constant almost everywhere: for a straight-through gradient register a rule that returns "
     "[d], or leave out of wrt what is reached only through it."
 )
-_SEQUENCE = "Sequences and optionals carry no gradients: give their tensors to the nodes that use them directly, or as Concat or Stack."
-_CONVOLUTION = "Convolutions and pooling have no rules: as Gather or Slice, MatMul and Reduce nodes they have."
+_SEQUENCE = (
+    "Sequences and optionals carry no gradients: give their tensors to the nodes that use them directly, "
+    "or put together by Concat."
+)
+_CONVOLUTION = (
+    "Convolutions and pooling have no rules: as Gather or Slice, MatMul and Reduce nodes they have."
+)
 _RECURRENT = "Write the recurrence as a Scan or Loop, which have rules."
 _RANDOM = "What is drawn at random has no gradient with respect to its input: make it an input of the graph."
 _MATRIX = "Write it by MatMul, or register a rule."
@@ -47,5 +52,8 @@ def advice(node: ir.Node, version: int | None) -> str:
     if known and version is not None:
         return f"It has a rule for opsets {', '.join(known)}: convert the model with onnx.version_converter."
     found = _ADVICE.get(node.op_type) if domain == "" else None
-    general = "Register a rule with moe_onnx.register_gradient, or leave out of wrt what is reached only through it."
+    general = (
+        "Register a rule with moe_onnx.register_gradient, or leave out of wrt what is reached only "
+        "through it."
+    )
     return f"{found} {general}" if found else general

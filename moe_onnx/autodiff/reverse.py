@@ -31,7 +31,9 @@ def add_gradients(emitter: Emitter, loss: ir.Value, wrt: Sequence[ir.Value]) -> 
     """
     for value in (loss, *wrt):
         if not is_float(value):
-            raise GradientError(f"'{value.name}' is {value.dtype}: only floating-point values have gradients.")
+            raise GradientError(
+                f"'{value.name}' is {value.dtype}: only floating-point values have gradients."
+            )
     walk = _Walk(emitter, wrt)
     one = walk.g.like(1.0, loss)
     start = one if sizes(loss) == () else walk.g.op("Expand", one, walk.g.shape(loss))
@@ -126,7 +128,7 @@ class _Walk:
                     f"{label} (node '{node.name}') is not differentiable for its input '{value.name}', and "
                     f"something wanted is behind it. Path from the loss: {self._path(node)}."
                 )
-            self.parts.setdefault(value, []).append(part)  # type: ignore[arg-type]
+            self.parts.setdefault(value, []).append(part)
             self.reached_by.setdefault(value, node)
 
     def result(self, value: ir.Value, loss: ir.Value) -> ir.Value:

@@ -56,7 +56,9 @@ def _operand(
     known = all(a == b and a is not None for a, b in zip(own, full, strict=True))
     if not known:
         grad = g.unbroadcast(grad, values[i], large)
-    seen = [_size(values, operands, letter, skip=i) if letter not in output else None for letter in operands[i]]
+    seen = [
+        _size(values, operands, letter, skip=i) if letter not in output else None for letter in operands[i]
+    ]
     certain = all(
         letter in output or (size is not None and size == mine and letter in there)
         for letter, size, mine in zip(operands[i], seen, own, strict=True)

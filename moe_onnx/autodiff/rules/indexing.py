@@ -57,7 +57,7 @@ def gather_nd(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
 
 
 def rows_of(g: Gradients, x: ir.Value, index: ir.Value, batch_dims: int) -> tuple[ir.Value, int]:
-    """Which row of x each index of a GatherND or ScatterND means, (N, 1), and how many axes make a row's number.
+    """Which row of x each index means, (N, 1), and how many axes of x make a row's number.
 
     Raises:
         GradientError: If the rank of the indices, or how long they are, is not known.

@@ -8,7 +8,6 @@ import onnx_ir as ir
 
 from moe_onnx.autodiff.gradients import Gradients, attribute, constant_ints
 from moe_onnx.autodiff.registry import register_gradient
-from moe_onnx.errors import GradientError
 
 Grads = list[ir.Value | None]
 
@@ -144,8 +143,18 @@ def _kept(g: Gradients, node: ir.Node, value: ir.Value) -> ir.Value:
     if axes is None or known == []:
         return value  # the same size, or a scalar
     if known is None:
-        raise GradientError("keepdims=0 with axes that are computed in the graph has no gradient rule.")
+        return g.op("Reshape", value, _kept_shape(g, node, axes), allowzero=1)
     return g.op("Unsqueeze", value, g.constant(known))
+
+
+def _kept_shape(g: Gradients, node: ir.Node, axes: ir.Value) -> ir.Value:
+    """The shape of x with 1 for reduced axes, which are known only when the graph runs."""
+    shape, zero, one = g.op("Shape", node.inputs[0]), g.constant(0), g.constant(1)
+    positive = g.op("Where", g.op("Less", axes, zero), g.add(axes, g.op("Shape", shape)), axes)
+    kept = g.op("ScatterElements", shape, positive, g.op("Expand", one, g.op("Shape", axes)), axis=0)
+    if attribute(node, "noop_with_empty_axes", 0):
+        return kept
+    return g.op("Where", g.op("Equal", g.op("Size", axes), zero), one, kept)  # none: all of them
 
 
 def _like_node(g: Gradients, node: ir.Node, op_type: str, value: ir.Value) -> ir.Value:

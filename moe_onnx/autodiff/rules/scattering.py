@@ -35,9 +35,7 @@ class _Scatter:
         return self.g.op("GatherElements", value, self.index, axis=self.axis)
 
     def put(self, value: ir.Value, updates: ir.Value, reduction: str | None = None) -> ir.Value:
-        return self.g.op(
-            "ScatterElements", value, self.index, updates, axis=self.axis, reduction=reduction
-        )
+        return self.g.op("ScatterElements", value, self.index, updates, axis=self.axis, reduction=reduction)
 
     def gradients(
         self, reduction: str, x: ir.Value, updates: ir.Value, y: ir.Value, d: ir.Value, *, keep: bool
@@ -63,7 +61,9 @@ class _Scatter:
         last = g.op("Equal", self.take(self.put(none, numbers)), numbers)
         return g.op("Where", last, taken, g.like(0.0, taken))
 
-    def _extremum(self, x: ir.Value, updates: ir.Value, y: ir.Value, d: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def _extremum(
+        self, x: ir.Value, updates: ir.Value, y: ir.Value, d: ir.Value
+    ) -> tuple[ir.Value, ir.Value]:
         g = self.g
         own = g.cast(g.op("Equal", x, y), d)
         sent = g.cast(g.op("Equal", updates, self.take(y)), d)
@@ -157,6 +157,6 @@ def _positive(array: np.ndarray, size: int | str | None, what: str) -> np.ndarra
 def _refuse_doubles(doubled: bool, index: ir.Value) -> None:
     if doubled:
         raise GradientError(
-            f"the constant indices '{index.name}' hold a place twice, and without a reduction ONNX does not say "
-            "which update stays. Make them distinct, or use reduction='add'."
+            f"the constant indices '{index.name}' hold a place twice, and without a reduction ONNX does not "
+            "say which update stays. Make them distinct, or use reduction='add'."
         )

@@ -62,7 +62,9 @@ def _first(g: Gradients, start: int, size: ir.Value, step: int) -> ir.Value:
     zero = g.constant([0])
     last = size if step > 0 else g.sub(size, g.constant([1]))
     if start >= 0:
-        return g.op("Min", g.constant([start]), last) if start else g.op("Min", zero, last) if step < 0 else zero
+        return (
+            g.op("Min", g.constant([start]), last) if start else g.op("Min", zero, last) if step < 0 else zero
+        )
     return g.op("Max", g.add(size, g.constant([max(start, LEAST)])), zero)
 
 
