@@ -1,7 +1,7 @@
 """What torch's exports of tiny language models give as training graphs, as a table in Markdown.
 
 Loss and gradients against torch's, relative to the largest of each gradient; the largest difference of any
-parameter after three steps of AdamW. What cannot be differentiated says why.
+parameter after three steps of AdamW (eps 1e-5). What cannot be differentiated says why.
 
     PYTHONPATH=. python benchmarks/train_exports.py [NAME ...]
 """
@@ -20,6 +20,7 @@ import moe_onnx
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from torch_exports import (
     ARCHITECTURES,
+    OPTIMIZER,
     VOCABULARY,
     adamw_difference,
     export_language_model,
@@ -36,7 +37,9 @@ def row(name: str, optimize: bool, folder: Path) -> str:
     rng = np.random.default_rng(1)
     batches = [{"input_ids": rng.integers(0, VOCABULARY, (2, 9))} for _ in range(3)]
     try:
-        graph = moe_onnx.training_graph_from(path, loss="cross-entropy", assembly="grad+apply")
+        graph = moe_onnx.training_graph_from(
+            path, loss="cross-entropy", assembly="grad+apply", optimizer=OPTIMIZER
+        )
     except moe_onnx.MoeOnnxError as error:
         return f"| {name} | refused: {error} | | | |"
     losses = {**batches[0], "labels": batches[0]["input_ids"]}

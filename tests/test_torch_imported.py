@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from torch_exports import (
+    OPTIMIZER,
     VOCABULARY,
     adamw_difference,
     export_language_model,
@@ -68,10 +69,10 @@ def test_small_networks(name: str, exporter: str, tmp_path: Path) -> None:
     )
     if exporter == "trace":
         kind |= {"training": torch.onnx.TrainingMode.TRAINING, "do_constant_folding": False}
-    torch.onnx.export(
-        model, (x,), str(path), input_names=["x"], output_names=["y"], verbose=False, **kind
+    torch.onnx.export(model, (x,), str(path), input_names=["x"], output_names=["y"], verbose=False, **kind)
+    graph = moe_onnx.training_graph_from(
+        path, loss="mean-squared-error", assembly="grad+apply", optimizer=OPTIMIZER
     )
-    graph = moe_onnx.training_graph_from(path, loss="mean-squared-error", assembly="grad+apply")
     batches = []
     for _ in range(3):
         y = torch.randn_like(model(x)).numpy()
@@ -84,7 +85,7 @@ def test_small_networks(name: str, exporter: str, tmp_path: Path) -> None:
 
     of_loss, of_gradients = largest_difference(graph, model, batches[0], loss_of(model, batches[0]))
     assert of_loss <= 1e-5 and of_gradients <= 1e-5
-    assert adamw_difference(graph, model, batches, loss_of) <= 1e-4
+    assert adamw_difference(graph, model, batches, loss_of) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "OLMoE"])
@@ -92,7 +93,9 @@ def test_language_models_of_transformers(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="torch.onnx.export(dynamo=True) needs onnxscript")
     model = language_model(name)
     path = export_language_model(model, tmp_path / "lm.onnx")
-    graph = moe_onnx.training_graph_from(path, loss="cross-entropy", assembly="grad+apply+forward")
+    graph = moe_onnx.training_graph_from(
+        path, loss="cross-entropy", assembly="grad+apply+forward", optimizer=OPTIMIZER
+    )
     rng = np.random.default_rng(1)
     # Other sizes than those of the export.
     batches = [{"input_ids": rng.integers(0, VOCABULARY, shape)} for shape in ((2, 9), (1, 4), (3, 7))]
@@ -101,7 +104,7 @@ def test_language_models_of_transformers(name: str, tmp_path: Path) -> None:
         loss = torch_loss(model, ids)
         of_loss, of_gradients = largest_difference(graph, model, {**batch, "labels": ids}, loss)
         assert of_loss <= 1e-5 and of_gradients <= 1e-5
-    assert adamw_difference(graph, model, batches, lambda m, b: torch_loss(m, b["input_ids"])) <= 1e-4
+    assert adamw_difference(graph, model, batches, lambda m, b: torch_loss(m, b["input_ids"])) <= 1e-5
     graph.save(tmp_path / "out")
     assert not [f for f in moe_onnx.validate(tmp_path / "out" / "grad.onnx") if f.severity == "error"]
 

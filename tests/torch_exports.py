@@ -10,6 +10,8 @@ import numpy as np
 import moe_onnx
 
 VOCABULARY = 32
+# Gradients that are 0 but for rounding (of a key's bias) become whole steps, unless eps is above them.
+OPTIMIZER = moe_onnx.AdamW(eps=1e-5)
 _SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 64, "num_experts_per_tok": 2,
@@ -106,6 +108,11 @@ def gradients_of(graph: moe_onnx.TrainingGraph, batch: dict[str, np.ndarray]) ->
     return dict(zip(names, session.run(names, {**batch, **weights}), strict=True))
 
 
+def own_name(name: str) -> str:
+    """The module's name of a parameter: without the wrapper's, and what folding made of an attention's."""
+    return name.removeprefix("lm.").replace("self_attn.weight", "self_attn.in_proj_weight")
+
+
 def largest_difference(
     graph: moe_onnx.TrainingGraph, model: Any, batch: dict[str, np.ndarray], loss: Any
 ) -> tuple[float, float]:
@@ -121,7 +128,7 @@ def largest_difference(
     loss.backward()
     found = gradients_of(graph, batch)
     theirs = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
-    ours = {info.name.removeprefix("lm."): found[info.gradient] for info in graph.manifest.parameters}
+    ours = {own_name(info.name): found[info.gradient] for info in graph.manifest.parameters}
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
     worst = max(
         float(np.abs(ours[name] - theirs[name]).max() / max(np.abs(theirs[name]).max(), 1e-3))
@@ -131,11 +138,11 @@ def largest_difference(
 
 
 def adamw_difference(graph: moe_onnx.TrainingGraph, model: Any, batches: list[Any], loss_of: Any) -> float:
-    """Largest difference of any parameter from torch's after AdamW steps over ``batches``."""
+    """Largest difference of any parameter from torch's after steps of ``OPTIMIZER`` over ``batches``."""
     import torch
 
     session = moe_onnx.TrainingSession(graph, lr=1e-2)
-    decays = {info.name.removeprefix("lm."): info.weight_decay for info in graph.manifest.parameters}
+    decays = {own_name(info.name): info.weight_decay for info in graph.manifest.parameters}
     groups = [
         {
             "params": [p for n, p in model.named_parameters() if decays.get(n) is decay],
@@ -143,14 +150,14 @@ def adamw_difference(graph: moe_onnx.TrainingGraph, model: Any, batches: list[An
         }
         for decay in (True, False)
     ]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2)
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2, eps=OPTIMIZER.eps)
     for batch in batches:
         session.step(batch)
         optimizer.zero_grad()
         loss_of(model, batch).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    ours = {name.removeprefix("lm."): value for name, value in session.parameters().items()}
+    ours = {own_name(name): value for name, value in session.parameters().items()}
     return max(
         float(np.abs(ours[n] - p.detach().numpy()).max()) for n, p in model.named_parameters() if n in ours
     )
