@@ -1,0 +1,1 @@
+"""Standard forms of Mixture-of-Experts layers -> ``ascend.moe``."""

@@ -1,0 +1,186 @@
+"""What matchers ask of a graph of onnx-ir, and how they put nodes into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from moe_onnx.rewrite.notes import mark
+from moe_onnx.spec import DOMAIN, VERSION
+
+NAME = "fuse"
+_READABLE = 1024  # elements of a constant that is looked at: sizes and axes, never weights
+
+
+class NotThis(Exception):
+    """A form does not match: the first condition that did not hold, and the node where."""
+
+    def __init__(self, node: ir.Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node, self.reason = node, reason
+
+
+def is_op(node: ir.Node | None, *kinds: str) -> bool:
+    """Whether a node is one of ONNX's own operators of these names."""
+    return node is not None and node.domain in ("", "ai.onnx") and node.op_type in kinds
+
+
+def producer(value: ir.Value | None, *kinds: str) -> ir.Node | None:
+    """The node that makes a value, if it is one of these operators."""
+    node = None if value is None else value.producer()
+    return node if is_op(node, *kinds) else None
+
+
+def attribute(node: ir.Node, name: str, default: Any) -> Any:
+    """What an attribute holds; what a caller of a function will give is no known value: None."""
+    attr = node.attributes.get(name)
+    return default if attr is None else attr.value
+
+
+def ints(value: ir.Value | None) -> list[int] | None:
+    """The integers of a small constant, as a list; None if it is no constant."""
+    if value is None:
+        return None
+    tensor = value.const_value
+    node = value.producer()
+    if tensor is None and is_op(node, "Constant"):
+        assert node is not None
+        attr = next(iter(node.attributes.values()), None)
+        if attr is None or attr.is_ref():
+            return None
+        if attr.type == ir.AttributeType.TENSOR:
+            tensor = attr.as_tensor()
+        elif attr.type in (ir.AttributeType.INT, ir.AttributeType.INTS):
+            return [int(number) for number in np.atleast_1d(attr.value)]
+    if tensor is None or tensor.size > _READABLE or (value.is_graph_input() and value.is_initializer()):
+        return None
+    array = tensor.numpy()
+    return [int(n) for n in array.reshape(-1)] if array.dtype.kind in "iu" else None
+
+
+def rank(value: ir.Value | None) -> int | None:
+    """How many axes a value has, if that is known."""
+    if value is None:
+        return None
+    if value.shape is not None:
+        return len(value.shape)
+    if value.const_value is not None:
+        return len(value.const_value.shape)
+    node = producer(value, "Reshape")
+    shape = ints(node.inputs[1]) if node is not None else None
+    return None if shape is None else len(shape)
+
+
+def size(value: ir.Value | None, axis: int) -> int | None:
+    """The size of an axis, if it is known and fixed."""
+    if value is None or (value.shape is None and value.const_value is None):
+        return None
+    shape = value.shape if value.shape is not None else value.const_value.shape  # type: ignore[union-attr]
+    if not -len(shape) <= axis < len(shape):
+        return None
+    found = shape[axis]
+    return found if isinstance(found, int) else None
+
+
+def reads(node: ir.Node, index: int) -> ir.Value | None:
+    """An input of a node, None where there is none."""
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def only_user(value: ir.Value) -> ir.Node | None:
+    """The one node that reads a value, in the graph where it is made."""
+    users = {use.node for use in value.uses()}
+    if len(users) != 1 or value.is_graph_output():
+        return None
+    (user,) = users
+    made_by = value.producer()
+    return user if made_by is not None and user.graph is made_by.graph else None
+
+
+def is_axis(number: int, axis: int, axes: int) -> bool:
+    """Whether an attribute or constant names this axis of so many."""
+    return number in (axis, axis - axes)
+
+
+class Inserter:
+    """Makes marked nodes with new names, for one place of a graph."""
+
+    def __init__(self, prefix: str, names: set[str]) -> None:
+        self.prefix, self.names = prefix, names
+        self.nodes: list[ir.Node] = []
+
+    def ops(
+        self, kind: str, *inputs: ir.Value | None, outputs: int, name: str = "", **attributes: Any
+    ) -> Sequence[ir.Value]:
+        """A node of ours where the name of the operator begins with ``Moe``, of ONNX otherwise."""
+        domain = DOMAIN if kind.startswith("Moe") else ""
+        attrs = ir.convenience.convert_attributes(attributes)
+        node = ir.Node(domain, kind, inputs, attrs, num_outputs=outputs)
+        node.name = self.fresh(f"{self.prefix}/{name or kind}")
+        for i, value in enumerate(node.outputs):
+            value.name = self.fresh(node.name if not i else f"{node.name}:{i}", also=node.name)
+        mark(node, NAME)
+        self.nodes.append(node)
+        return node.outputs
+
+    def op(self, kind: str, *inputs: ir.Value | None, name: str = "", **attributes: Any) -> ir.Value:
+        """A node of one output."""
+        return self.ops(kind, *inputs, outputs=1, name=name, **attributes)[0]
+
+    def constant(self, value: Any, dtype: Any = np.int64) -> ir.Value:
+        """A node, not an initializer, which functions do not have."""
+        made = self.op("Constant", value=ir.tensor(np.asarray(value, dtype)))
+        made.dtype = ir.DataType.from_numpy(np.dtype(dtype))
+        return made
+
+    def fresh(self, name: str, also: str = "") -> str:
+        """A name that nothing has; ``also`` may be had already."""
+        made, number = name, 1
+        while made in self.names and made != also:
+            made, number = f"{name}_{number}", number + 1
+        self.names.add(made)
+        return made
+
+
+def put(
+    graph: ir.Graph | ir.Function,
+    made: Inserter,
+    before: ir.Node,
+    instead: Iterable[tuple[ir.Value, ir.Value]],
+    gone: Iterable[ir.Node],
+) -> None:
+    """Insert the nodes, let new values stand for old ones, and drop what nothing reads any more."""
+    graph.insert_before(before, made.nodes)
+    for old, new in instead:
+        _take_over(graph, old, new)
+    dropped = list(gone)
+    while dropped:
+        node = dropped.pop()
+        if node.graph is None or any(out.uses() or out.is_graph_output() for out in node.outputs):
+            continue
+        read = [value for value in node.inputs if value is not None]
+        node.graph.remove(node, safe=True)
+        for value in read:
+            maker = value.producer()
+            if maker is not None:
+                dropped.append(maker)
+            elif value.is_initializer() and not (
+                value.uses() or value.is_graph_input() or value.is_graph_output()
+            ):
+                assert value.graph is not None and value.name is not None
+                value.graph.initializers.pop(value.name, None)
+    graph.sort()
+    imports = graph.opset_imports
+    if DOMAIN not in imports:
+        imports[DOMAIN] = VERSION
+
+
+def _take_over(graph: ir.Graph | ir.Function, old: ir.Value, new: ir.Value) -> None:
+    new.shape, new.type = old.shape, old.type
+    if old.is_graph_output():
+        # The name of an output is what the model is called by.
+        old.name, new.name = f"{old.name}/before", old.name
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
