@@ -60,7 +60,7 @@ class Block:
     total: ir.Node | None = None  # the sum over K
 
 
-def gathers(graph: ir.Graph | ir.Function) -> dict[ir.Value, list[ir.Node]]:
+def gathers(graph: ir.Graph) -> dict[ir.Value, list[ir.Node]]:
     """Nodes that look up something for each pair, by the flat ids; only those of a weight's product count."""
     found: dict[ir.Value, list[ir.Node]] = {}
     for node in graph:
@@ -99,7 +99,7 @@ def match(flat_ids: ir.Value, nodes: list[ir.Node]) -> Block:
     return block
 
 
-def rewrite(graph: ir.Graph | ir.Function, block: Block, names: set[str]) -> str:
+def rewrite(graph: ir.Graph, block: Block, names: set[str]) -> str:
     """Put ``ascend.moe`` nodes for a block; what was done, in words."""
     total = block.total
     assert total is not None and block.tokens is not None and block.repeated is not None
@@ -416,7 +416,7 @@ def _finish(block: Block, rows: ir.Value, node: ir.Node) -> None:
     else:
         shaped = node
     shape = ints(shaped.inputs[1])
-    width = size(rows, 1)
+    width = _width(rows, block)
     if shape is None or len(shape) != 3 or shape[1:] != [block.top_k, width]:
         wanted = f"[T, {block.top_k}, {'H' if width is None else width}]"
         raise NotThis(shaped, f"makes of the rows {shape or 'an unknown shape'}, not {wanted}")
@@ -444,6 +444,20 @@ def _finish(block: Block, rows: ir.Value, node: ir.Node) -> None:
     fits = rank(kept) == 2 and size(kept, 1) == block.top_k
     block.weighted, block.weights, block.total = rows, kept if fits else flat, total
     _check_dtypes(block)
+
+
+def _width(rows: ir.Value | None, block: Block) -> int | None:
+    """The columns of rows; where inference does not say, as in subgraphs, those of the last product."""
+    out = {one.squeeze.outputs[0]: size(one.weight, 1 if one.transposed else 2) for one in block.products}
+    while rows is not None:
+        known = out.get(rows) or size(rows, 1)
+        node = producer(rows, "Add", "Cast", "Squeeze", "Unsqueeze")
+        if known is not None or node is None:
+            return known
+        # One of two is the bias of each row.
+        biases = {bias.outputs[0] for bias in block.biases}
+        rows = next((value for value in node.inputs if value is not None and value not in biases), None)
+    return None
 
 
 def _check_dtypes(block: Block) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from moe_onnx.rewrite.notes import mark
-from moe_onnx.spec import DOMAIN, VERSION
+from moe_onnx.spec import DOMAIN
 
 NAME = "fuse"
 _READABLE = 1024  # elements of a constant that is looked at: sizes and axes, never weights
@@ -146,7 +146,7 @@ class Inserter:
 
 
 def put(
-    graph: ir.Graph | ir.Function,
+    graph: ir.Graph,
     made: Inserter,
     before: ir.Node,
     instead: Iterable[tuple[ir.Value, ir.Value]],
@@ -173,12 +173,9 @@ def put(
                 assert value.graph is not None and value.name is not None
                 value.graph.initializers.pop(value.name, None)
     graph.sort()
-    imports = graph.opset_imports
-    if DOMAIN not in imports:
-        imports[DOMAIN] = VERSION
 
 
-def _take_over(graph: ir.Graph | ir.Function, old: ir.Value, new: ir.Value) -> None:
+def _take_over(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
     new.shape, new.type = old.shape, old.type
     if old.is_graph_output():
         # The name of an output is what the model is called by.
