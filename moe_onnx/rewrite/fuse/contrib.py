@@ -83,9 +83,9 @@ def rewrite(graph: ir.Graph, layer: Layer, names: set[str]) -> str:
     ids, weights = _choose(e, probs, layer)
     if attribute(node, "normalize_routing_weights", 0):
         weights = e.op("Div", weights, e.op("ReduceSum", weights, e.constant([1]), keepdims=1))
+    ids.dtype, weights.dtype = ir.DataType.INT64, ir.DataType.FLOAT
     for value in (ids, weights):
         value.shape = ir.Shape([None, layer.top_k])
-    weights.dtype = ir.DataType.FLOAT
     pairs = Pairs(ids, weights, layer.top_k, layer.experts, tokens)
     rows, index, counts, chosen = dispatch(e, pairs)
     expert = expert_of_row(e, index, chosen) if up_bias is not None or down_bias is not None else None
