@@ -63,6 +63,7 @@ def test_gathered_weights_become_grouped_products_of_the_same_values(form: str) 
         int(not transposed)
     }
     assert [node.input[1] for node in products] == ["up", "down"]
+    assert len(moe_onnx.rewrite_model(before, ["fuse"]).report.verified) >= 6
     kept = {tensor.name: tensor.SerializeToString() for tensor in after.graph.initializer}
     assert all(kept[t.name] == t.SerializeToString() for t in before.graph.initializer if t.name in kept)
     assert all(name in kept for name in given)
@@ -256,3 +257,80 @@ def test_other_dtypes(dtype: Any) -> None:
         got, want, rtol=0, atol=4e-3 * np.abs(want).max() if dtype is np.float16 else 1e-13
     )
     assert numpy_helper.from_array(got).data_type == before.graph.output[0].type.tensor_type.elem_type
+
+
+def microsoft(
+    activation: str, *, bias: bool = False, shape: tuple[str | int, ...] = ("T", 4), **more: Any
+) -> onnx.ModelProto:
+    """``com.microsoft`` ``MoE`` of 5 experts, its weights inside."""
+    rng, width = np.random.default_rng(3), 6 if activation == "swiglu" else 3
+    tensors = {"up": (5, width, 4), "down": (5, 4, 3)} | ({"ub": (5, width), "db": (5, 4)} if bias else {})
+    given = [
+        numpy_helper.from_array(rng.standard_normal(s).astype(np.float32), name)
+        for name, s in tensors.items()
+    ]
+    inputs = ["x", "logits", "up", "ub" if bias else "", "down", "db" if bias else ""]
+    node = helper.make_node(
+        "MoE", inputs, ["y"], "moe", domain="com.microsoft", activation_type=activation, **{"k": 2} | more
+    )
+    values = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, dims)
+        for name, dims in (("x", shape), ("logits", ("N", 5)), ("y", shape))
+    ]
+    imports = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph([node], "g", values[:2], values[2:], given)
+    return helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
+OAI = {"swiglu_fusion": 1, "activation_alpha": 1.702, "activation_beta": 1.0, "swiglu_limit": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("activation", "more"),
+    [
+        ("relu", {"normalize_routing_weights": 1}),
+        ("gelu", {"k": 5}),
+        ("silu", {"k": 1, "bias": True}),
+        ("identity", {"shape": (2, "S", 4)}),
+        ("swiglu", {**OAI, "bias": True, "normalize_routing_weights": 1, "shape": ("B", "S", 4)}),
+    ],
+)
+def test_the_node_of_onnxruntime_becomes_one_that_trains(activation: str, more: dict[str, Any]) -> None:
+    before = microsoft(activation, **more)
+    after = fused(before)
+    assert ours(after) == ASCEND
+    assert "com.microsoft" not in {node.domain for node in after.graph.node}
+    runs = [runner(model) for model in (before, after)]
+    rng = np.random.default_rng(4)
+    dims = (8, 4) if len(before.graph.input[0].type.tensor_type.shape.dim) == 2 else (2, 4, 4)
+    some = rng.standard_normal((8, 5))
+    tied = np.array([[1, 2, 2, 2, 0], [0, 0, 0, 0, 0], [1, 1, 2, 1, 1], [3, 1, 0, 3, 1]] * 2)
+    one = np.array([[90, 0, 0, -90, 0]] * 8)
+    for name, logits in {"random": some, "ties": tied, "all to one": one}.items():
+        x = rng.standard_normal(dims).astype(np.float32)
+        want, got = (one_run(x, logits.astype(np.float32))[0] for one_run in runs)
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max(), err_msg=name)
+    if activation == "swiglu":
+        names = ["x", "logits", "up", "down"]
+        grads = run(moe_onnx.differentiate(after, loss="y", wrt=names), x, some.astype(np.float32))
+        lifted = moe_onnx.rewrite.to_float64.to_float64(after)
+        wide, step = runner(lifted), np.zeros(dims)
+        step[..., 1] = 1e-6
+        slope = (wide(x + step, some)[0] - wide(x - step, some)[0]).sum() / 2e-6
+        np.testing.assert_allclose(grads[1][..., 1].sum(), slope, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("activation", "more", "why"),
+    [
+        ("swiglu", {"swiglu_fusion": 2}, "the CPU kernel has only the interleaved SwiGLU"),
+        ("geglu", {"swiglu_fusion": 1}, "activation_type='geglu' is none of the CPU kernel's"),
+        ("relu", {"use_sparse_mixer": 1}, "use_sparse_mixer=1 is no rule of the CPU kernel"),
+        ("relu", {"k": 6}, "k = 6 is not in 1 .. 5"),
+    ],
+)
+def test_what_the_cpu_kernel_does_not_do_is_left(activation: str, more: dict[str, Any], why: str) -> None:
+    model = microsoft(activation, **more)
+    done = apply_passes(model, ["fuse"])
+    assert done.model is model
+    assert [note.text[: len(why)] for note in done.report.skipped] == [why]

@@ -1,4 +1,4 @@
-"""``fuse`` on what torch writes of transformers' models with ``"batched_mm"`` experts, beside torch itself."""
+"""``fuse`` on what torch writes of transformers' models with ``"batched_mm"`` experts, beside torch."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import onnx_ir as ir
 from onnx import ModelProto
@@ -10,7 +11,7 @@ from onnx import ModelProto
 from moe_onnx.adapters.function_body import OLDEST_OPSET, function_body
 from moe_onnx.operators import BY_NAME
 from moe_onnx.rewrite.by_ir import by_ir
-from moe_onnx.rewrite.fuse import batched
+from moe_onnx.rewrite.fuse import batched, contrib
 from moe_onnx.rewrite.fuse.graph import NAME, NotThis
 from moe_onnx.rewrite.fuse.types import MAIN, Types, inferred, typed
 from moe_onnx.rewrite.nodes import all_nodes, opset_of
@@ -51,18 +52,30 @@ def _fuse(model: ir.Model, types: Mapping[tuple[str, str, str], Types], notes: N
 
 def _fuse_graph(graph: ir.Graph, names: set[str], version: int, notes: Notes) -> None:
     for flat_ids, nodes in batched.gathers(graph).items():
-        try:
-            if version < OLDEST_OPSET:
-                raise NotThis(nodes[0], f"ai.onnx is of opset {version}; ascend.moe needs {OLDEST_OPSET}")
+        with _said(notes):
+            _check_opset(nodes[0], version)
             block = batched.match(flat_ids, nodes)
-        except NotThis as why:
-            notes.skipped(why.node, why.reason)
-            continue
-        assert block.total is not None
-        place = notes.places.get(id(block.total.graph), "")
-        total = block.total
-        what = batched.rewrite(graph, block, names)
-        notes.applied(total, what, place)
+            assert block.total is not None
+            total, place = block.total, notes.places.get(id(graph), "")
+            notes.applied(total, batched.rewrite(graph, block, names), place)
+    for node in contrib.nodes(graph):
+        with _said(notes):
+            _check_opset(node, version)
+            layer, place = contrib.match(node), notes.places.get(id(graph), "")
+            notes.applied(node, contrib.rewrite(graph, layer, names), place)
+
+
+@contextmanager
+def _said(notes: Notes) -> Iterator[None]:
+    try:
+        yield
+    except NotThis as why:
+        notes.skipped(why.node, why.reason)
+
+
+def _check_opset(node: ir.Node, version: int) -> None:
+    if version < OLDEST_OPSET:
+        raise NotThis(node, f"ai.onnx is of opset {version}; ascend.moe needs {OLDEST_OPSET}")
 
 
 def _graphs(model: ir.Model) -> list[ir.Graph]:
