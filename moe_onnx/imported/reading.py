@@ -9,10 +9,9 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from moe_onnx.autodiff.registry import find_rule
+from moe_onnx.autodiff.bodies import inline_functions
 from moe_onnx.build.training_graph import IR_VERSION, OPSET
 from moe_onnx.errors import ModelError, ModelFileError
-from moe_onnx.spec import DOMAIN
 
 OLDEST_OPSET = 18  # that gradient rules can write for
 _SMALL = 1 << 10  # bytes: what is larger is a weight, which no converter has to see
@@ -43,27 +42,12 @@ def read_model(model: onnx.ModelProto | str | os.PathLike[str]) -> ir.Model:
     for value in graph.initializers.values():  # of old models, where each is an input, too
         if value in graph.inputs:
             graph.inputs.remove(value)
-    _inline(found)
+    inline_functions(found)
     if imports[""] < OLDEST_OPSET:
         found = _converted(found)
     found.ir_version = max(found.ir_version or IR_VERSION, IR_VERSION)
     passes.LiftConstantsToInitializersPass(lift_all_constants=False)(found)
     return found
-
-
-def _inline(model: ir.Model) -> None:
-    """Put the nodes of functions that have no rule of their own in the place of their calls."""
-    imports = model.graph.opset_imports
-    for function in model.functions.values():
-        for domain, version in function.opset_imports.items():
-            if imports.setdefault(domain, version) != version:
-                raise ModelError(
-                    f"Function '{function.domain}::{function.name}' is written for opset {version} of "
-                    f"{domain or 'ai.onnx'}, the model for {imports[domain]}. Make them the same."
-                )
-    passes.InlinePass(
-        lambda f: f.domain != DOMAIN and find_rule(f.domain, f.name, imports.get(f.domain)) is None
-    )(model)
 
 
 def _converted(model: ir.Model) -> ir.Model:

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from moe_onnx.autodiff.bodies import expand_bodies
 from moe_onnx.autodiff.gradients import sizes
 from moe_onnx.autodiff.graphs import infer
 from moe_onnx.build.imported import CROSS_ENTROPY, LABELS, TARGET, ImportedModel
@@ -63,6 +64,14 @@ def prepare(
     slice_sequences(graph)
     infer(found)
     cast_plainly(graph)
+    # Of all that may be trained: which weights are is known only when nodes are as they stay.
+    floats = [
+        str(v.name)
+        for v in graph.initializers.values()
+        if v.dtype is not None and v.dtype.is_floating_point()
+    ]
+    while expand_bodies(found, str(find_root(graph, _values(graph), loss, output).name), floats):
+        infer(found)
     known = find_weights(found)
     values = _values(graph)
     root = find_root(graph, values, loss, output)

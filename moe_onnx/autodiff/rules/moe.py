@@ -34,7 +34,9 @@ def init_routing(g: Gradients, node: ir.Node, d: ir.Value, *_: None) -> Grads:
     elif mode == 0 and active:
         # The forward keeps as many rows as there are, its gradient takes active_num in any case.
         missing = g.op("Max", g.sub(g.constant([active]), g.op("Shape", d, start=0, end=1)), g.constant([0]))
-        d = g.op("Pad", d, g.op("Concat", g.constant([0]), missing, axis=0), None, g.constant([0]))
+        # Of all axes: onnxruntime's transpose optimiser takes the pads of some for those of all.
+        pads = g.op("Concat", g.constant([0, 0]), missing, g.constant([0]), axis=0)
+        d = g.op("Pad", d, pads)
     name, slots = "MoeInitRoutingV2Grad", node.outputs[1]
     more: dict[str, Any] = {"domain": DOMAIN, "top_k": top_k, "drop_pad_mode": mode, "active_num": active}
     return [g.op(name, d, slots, **more), None]

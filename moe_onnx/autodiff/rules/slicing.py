@@ -43,7 +43,8 @@ def slice_(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
         if abs(step) > 1:
             d = _spread(g, d, axis, abs(step), rank)
     zero = g.constant([0])
-    before, after = [], []
+    # Of all axes: onnxruntime's transpose optimiser takes the pads of some for those of all.
+    before, after = [zero] * rank, [zero] * rank
     for start, axis, step in zip(starts, axes, steps, strict=True):
         size, length = g.op("Shape", x, start=axis, end=axis + 1), lengths[axis]
         if abs(step) > 1:
@@ -51,10 +52,9 @@ def slice_(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
         first = _first(g, start, size, step)
         if step < 0:  # the lowest of what was taken was taken last
             first = g.add(first, g.mul(g.sub(lengths[axis], g.constant([1])), g.constant([step])))
-        before.append(first)
-        after.append(g.sub(g.sub(size, length), first) if first is not zero else g.sub(size, length))
-    pads = g.op("Concat", *before, *after, axis=0)
-    return [g.op("Pad", d, pads, None, g.constant(axes)), *rest]
+        before[axis] = first
+        after[axis] = g.sub(g.sub(size, length), first) if first is not zero else g.sub(size, length)
+    return [g.op("Pad", d, g.op("Concat", *before, *after, axis=0)), *rest]
 
 
 def _first(g: Gradients, start: int, size: ir.Value, step: int) -> ir.Value:
@@ -73,7 +73,8 @@ def _spread(g: Gradients, d: ir.Value, axis: int, step: int, rank: int) -> ir.Va
     shape = [g.op("Shape", d, start=i, end=i + 1) for i in range(rank)]
     shape[axis] = g.mul(shape[axis], g.constant([step]))
     columns = g.op("Unsqueeze", d, g.constant([axis + 1]))
-    columns = g.op("Pad", columns, g.constant([0, step - 1]), None, g.constant([axis + 1]))
+    behind = [step - 1 if i == axis + 1 else 0 for i in range(rank + 1)]
+    columns = g.op("Pad", columns, g.constant([0] * (rank + 1) + behind))
     return g.op("Reshape", columns, g.op("Concat", *shape, axis=0), allowzero=1)
 
 
