@@ -51,12 +51,14 @@ class Block:
     ids: ir.Value
     top_k: int
     experts: int
+    distinct: bool  # no token has an expert twice
     products: list[Product] = field(default_factory=list)
     biases: list[ir.Node] = field(default_factory=list)
     tokens: ir.Value | None = None  # [T, H]
     repeated: ir.Value | None = None  # [T*K, H]
     weighted: ir.Value | None = None  # the last rows, which are weighted
     weights: ir.Value | None = None  # [T, K] or of as many elements
+    end: ir.Node | None = None  # what reads those
     total: ir.Node | None = None  # the sum over K
 
 
@@ -77,11 +79,11 @@ def match(flat_ids: ir.Value, nodes: list[ir.Node]) -> Block:
         NotThis: With the first condition that does not hold.
     """
     first = next(node for node in nodes if _feeds_product(node))
-    ids, top_k = _chosen(flat_ids, first)
+    ids, top_k, distinct = _chosen(flat_ids, first)
     experts = size(_plain(first.inputs[0])[0], 0)
     if experts is None:
         raise NotThis(first, f"the number of experts, first axis of '{first.inputs[0].name}', is not known")  # type: ignore[union-attr]
-    block = Block(flat_ids, ids, top_k, experts)
+    block = Block(flat_ids, ids, top_k, experts, distinct)
     for node in nodes:
         data = node.inputs[0]
         assert data is not None
@@ -106,11 +108,11 @@ def rewrite(graph: ir.Graph, block: Block, names: set[str]) -> str:
     assert block.weighted is not None and block.weights is not None
     e = Inserter(f"{total.name or total.outputs[0].name}/fused", names)
     pairs = Pairs(block.ids, block.weights, block.top_k, block.experts, block.tokens)
-    rows, index, counts, ascending = dispatch(e, pairs)
+    rows, index, counts, chosen = dispatch(e, pairs, sort=block.distinct)
     instead: list[tuple[ir.Value, ir.Value]] = [(block.repeated, rows)]
     gone: list[ir.Node] = []
     if block.biases:
-        expert = expert_of_row(e, index, ascending)
+        expert = expert_of_row(e, index, chosen)
         for node in block.biases:
             bias = e.op("Gather", node.inputs[0], expert, name="bias", axis=0)
             instead.append((node.outputs[0], bias))
@@ -128,14 +130,22 @@ def rewrite(graph: ir.Graph, block: Block, names: set[str]) -> str:
         instead.append((product.squeeze.outputs[0], y))
         gone.append(product.squeeze)
     new = dict(instead)
-    y = combine(e, pairs, new.get(block.weighted, block.weighted), index)
-    # Rows that go elsewhere stay as they were: only the products of this block read those in order.
-    put(graph, e, total, [*instead, (total.outputs[0], y)], [total, *gone])
+    last = new.get(block.weighted, block.weighted)
     count = len(block.products)
-    return (
-        f"{block.experts} experts, {block.top_k} a token: {count} products with gathered weights are "
-        f"MoeGroupedMatmul nodes between MoeInitRoutingV2 and MoeTokenUnpermuteWithRoutingMap"
-    )
+    done = f"{block.experts} experts, {block.top_k} a token: {count} products with gathered weights "
+    if block.distinct:
+        instead.append((total.outputs[0], combine(e, pairs, last, index)))
+        put(graph, e, total, instead, [total, *gone])
+        return f"{done}are MoeGroupedMatmul, after MoeInitRoutingV2, before MoeTokenUnpermuteWithRoutingMap"
+    # An expert that a token has twice has two weights: no matrix of weights says that. The sum stays.
+    assert block.end is not None
+    back = e.op("Gather", last, index, name="pairs", axis=0)
+    for place, value in enumerate(block.end.inputs):
+        if value is block.weighted:
+            block.end.replace_input_with(place, back)
+    back.shape, back.type = block.weighted.shape, block.weighted.type
+    put(graph, e, block.end, instead, gone)
+    return f"{done}are MoeGroupedMatmul after MoeInitRoutingV2; ids are of no TopK, so that the sum stayed"
 
 
 def _flat_ids(node: ir.Node) -> ir.Value | None:
@@ -167,8 +177,8 @@ def _feeds_product(node: ir.Node) -> bool:
     return any(is_op(user, "MatMul") for user in users | turned)
 
 
-def _chosen(flat: ir.Value, at: ir.Node) -> tuple[ir.Value, int]:
-    """The ids before they were made flat, and K. They are of a TopK: none is there twice for a token."""
+def _chosen(flat: ir.Value, at: ir.Node) -> tuple[ir.Value, int, bool]:
+    """The ids before they were made flat, K, and whether a TopK made them: none is there twice."""
     value: ir.Value | None = flat
     while (node := producer(value, "Reshape", "Flatten", "Cast", "Identity")) is not None:
         if node.op_type == "Cast" and attribute(node, "to", 0) not in (ir.DataType.INT32, ir.DataType.INT64):
@@ -176,14 +186,19 @@ def _chosen(flat: ir.Value, at: ir.Node) -> tuple[ir.Value, int]:
         value = node.inputs[0]
     top = producer(value, "TopK")
     if top is None or value is not top.outputs[1]:
-        raise NotThis(at, f"ids '{flat.name}' are not those of a TopK: a token may have an expert twice")
+        made = producer(flat, "Reshape")
+        ids = made.inputs[0] if made is not None else None
+        top_k = size(ids, 1) if rank(ids) == 2 else None
+        if ids is None or not top_k:
+            raise NotThis(at, f"ids '{flat.name}' are of no TopK, and are not known to be [T, K] made flat")
+        return ids, top_k, False
     found, axes = ints(top.inputs[1]), rank(top.inputs[0])
     if not found or len(found) != 1:
         raise NotThis(top, "K is not a constant")
     axis = attribute(top, "axis", -1)
     if axis != -1 and (axes is None or axis != axes - 1):
         raise NotThis(top, "does not choose along the last axis")
-    return (value if rank(value) == 2 else flat), found[0]
+    return (value if rank(value) == 2 else flat), found[0], True
 
 
 def _plain(weight: ir.Value | None) -> tuple[ir.Value, bool]:
@@ -442,7 +457,8 @@ def _finish(block: Block, rows: ir.Value, node: ir.Node) -> None:
         kept = before.inputs[0]
     assert flat is not None
     fits = rank(kept) == 2 and size(kept, 1) == block.top_k
-    block.weighted, block.weights, block.total = rows, kept if fits else flat, total
+    block.weighted, block.end, block.total = rows, node, total
+    block.weights = kept if fits else flat
     _check_dtypes(block)
 
 
