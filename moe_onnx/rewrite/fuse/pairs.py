@@ -21,22 +21,19 @@ class Pairs:
     tokens: ir.Value
 
 
-def dispatch(e: Inserter, pairs: Pairs) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """Rows in the order of experts, the row of each pair, rows of each expert, ids ascending in a token."""
+def dispatch(
+    e: Inserter, pairs: Pairs, *, sort: bool = True
+) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    """Rows in the order of experts, the row of each pair, rows of each expert, ids.
+
+    ``sort``: ids ascend in a token, as the combine pairs a token's rows with its experts in that order.
+    """
     pairs.ids = _matrix(e, pairs.ids, pairs.top_k)
-    pairs.weights = _matrix(e, pairs.weights, pairs.top_k)
-    # The combine pairs a token's rows with its experts in ascending order.
-    ascending, _ = e.ops(
-        "TopK",
-        pairs.ids,
-        e.constant([pairs.top_k]),
-        outputs=2,
-        name="ascending",
-        axis=-1,
-        largest=0,
-        sorted=1,
-    )
-    chosen = e.op("Cast", ascending, name="expert_idx", to=int(ir.DataType.INT32))
+    ids = pairs.ids
+    if sort:
+        many = e.constant([pairs.top_k])
+        ids, _ = e.ops("TopK", ids, many, outputs=2, name="ascending", axis=-1, largest=0, sorted=1)
+    chosen = e.op("Cast", ids, name="expert_idx", to=int(ir.DataType.INT32))
     rows, index, counts, _ = e.ops(
         "MoeInitRoutingV2",
         pairs.tokens,
@@ -63,6 +60,7 @@ def combine(e: Inserter, pairs: Pairs, rows: ir.Value, index: ir.Value) -> ir.Va
     """The sum of each token's rows, times its weights."""
     tokens = e.op("Shape", pairs.ids, start=0, end=1)
     shape = e.op("Concat", tokens, e.constant([pairs.experts]), axis=0)
+    pairs.weights = _matrix(e, pairs.weights, pairs.top_k)
     assert pairs.weights.dtype is not None
     nothing = e.op("Expand", e.constant(0, pairs.weights.dtype.numpy()), shape)
     nowhere = e.op("Expand", e.constant(False, np.bool_), shape)
