@@ -126,11 +126,11 @@ def shaped() -> dict[str, Callable[..., Any]]:
         return (x - channels(mean, x)) * channels(root * scale, x) + channels(bias, x)
 
     def layer_norm(x: Any, scale: Any, bias: Any = None, axis: int = -1, epsilon: float = 1e-5) -> Any:
-        return functional.layer_norm(x, x.shape[axis:], scale, bias, epsilon)
+        return functional.layer_norm(x, x.shape[axis:], scale, bias, float(np.float32(epsilon)))
 
     def rms_norm(x: Any, scale: Any, axis: int = -1, epsilon: float = 1e-5) -> Any:
         whole = scale.expand(x.shape[axis:])
-        return functional.rms_norm(x, x.shape[axis:], whole, epsilon)
+        return functional.rms_norm(x, x.shape[axis:], whole, float(np.float32(epsilon)))
 
     def cross_entropy(x: Any, labels: Any, reduction: str = "mean", ignore_index: int = -9) -> Any:
         return functional.cross_entropy(x, labels.long(), reduction=reduction, ignore_index=ignore_index)

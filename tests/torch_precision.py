@@ -102,7 +102,8 @@ def expert(
         found = parameters.get(f"{prefix}experts.{name}")
         return None if found is None else found[number]
 
-    grouped = config.num_experts > config.unroll_experts  # products without a bias of their own
+    limit = 16 if config.unroll_experts is None else config.unroll_experts
+    grouped = config.num_experts > limit  # products without a bias of their own
     first = "gate_up_proj" if config.is_gated else "up_proj"
     bias = of(f"{first}_bias")
     hidden = p.linear(x, of(first), None if grouped else bias)
