@@ -271,7 +271,8 @@ def test_a_diagonal_is_refused() -> None:
     ("op", "opset"),
     [
         *((op, 22) for op in ("Mish", "HardSwish", "Selu", "Softsign", "ThresholdedRelu", "HardSigmoid")),
-        ("Celu <alpha = 0.7>", 28),
+        # Before that the body is one for float32 alone; the oldest onnx does not know the version.
+        *([("Celu <alpha = 0.7>", 28)] if onnx.defs.onnx_opset_version() >= 28 else []),
         ("Swish <alpha = 1.5>", 24),
         ("Selu", 18),
     ],
