@@ -20,6 +20,14 @@ from moe_onnx.runtime.codec import ByteCodec
 from moe_onnx.runtime.evaluation import evaluate_tokens
 from moe_onnx.runtime.generate import probabilities
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_experts": 4,
+    "moe_intermediate_size": 8,
+}
 IDS = np.random.default_rng(3).integers(0, V, 101).astype(np.uint16)
 
 
@@ -56,12 +64,7 @@ def trained(tiny: Path, ids: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def moe() -> moe_onnx.TrainingSession:
     config = moe_onnx.MoeLMConfig(
-        vocab_size=11,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_experts=4,
-        moe_intermediate_size=8,
+        **SMALL,
         initializer_range=0.5,
     )
     graph = moe_onnx.build_training_graph(config, assembly="eval+forward")
@@ -221,12 +224,7 @@ def test_what_is_not_finite_exits_with_1(tiny: Path, ids: Path, trained: Path) -
 
 def test_a_capacity_is_filled_up() -> None:
     config = moe_onnx.MoeLMConfig(
-        vocab_size=11,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_experts=4,
-        moe_intermediate_size=8,
+        **SMALL,
         dispatch_mode="drop_pad",
         expert_capacity=30,
     )

@@ -20,7 +20,7 @@ from moe_onnx.autodiff.emitter import Emitter
 from moe_onnx.autodiff.graphs import infer, to_model
 from moe_onnx.autodiff.reverse import add_gradients
 from moe_onnx.build.layers import linear
-from moe_onnx.build.precision import HALVES, wide
+from moe_onnx.build.precision import TYPES, wide
 from moe_onnx.build.training_graph import TrainingGraph
 from moe_onnx.errors import CheckpointError, ConfigError, NonFiniteError, OptionError
 
@@ -89,7 +89,7 @@ def test_a_product_by_hand(dtype: str) -> None:
     x, w = e.input("x", ir.DataType.FLOAT, ["n", 2]), e.input("w", ir.DataType.FLOAT, [2, 2])
     d = e.input("d", ir.DataType.FLOAT, ["n", 2])
     inner = e.op("Add", x, x)  # an activation, unlike an input
-    y = wide(e, linear(e, inner, w, half=HALVES[dtype]))
+    y = wide(e, linear(e, inner, w, half=TYPES[dtype]))
     loss = e.op("ReduceSum", e.op("Mul", y, d), keepdims=0)
     model = ir.Model(e.graph, ir_version=10)
     infer(model)

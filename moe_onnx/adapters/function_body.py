@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 import onnx
 import onnx.parser
@@ -39,6 +40,12 @@ def function_body(op: str, opset: int = OLDEST_OPSET) -> onnx.FunctionProto:
     function.doc_string = f"{spec.summary}\n\n{spec.formula}"
     _name_nodes(function.node, spec.name, rules)
     return function
+
+
+def missing_bodies(model: onnx.ModelProto, used: Collection[str], opset: int) -> list[onnx.FunctionProto]:
+    """The bodies of the operators among ``used`` that a model does not have yet, by name."""
+    present = {function.name for function in model.functions if function.domain == DOMAIN}
+    return [function_body(name, opset) for name in sorted({*used} - present) if name in BY_NAME]
 
 
 def body_text(spec: OpSpec) -> str:

@@ -99,7 +99,7 @@ class Gradients:
         return self.op("Cast", value, to=other.dtype)
 
     def wide(self, value: ir.Value) -> ir.Value:
-        """A 16-bit value in float32, any other as it is."""
+        """A 16-bit value in float32, which sums and statistics of such are made in; any other as it is."""
         if value.dtype not in HALVES:
             return value
         wide = self.op("Cast", value, to=ir.DataType.FLOAT)

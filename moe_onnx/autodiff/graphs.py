@@ -6,8 +6,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from moe_onnx.adapters.function_body import OLDEST_OPSET, function_body
-from moe_onnx.operators import BY_NAME
+from moe_onnx.adapters.function_body import OLDEST_OPSET, missing_bodies
 from moe_onnx.spec import DOMAIN
 
 
@@ -34,6 +33,5 @@ def to_model(model: ir.Model) -> onnx.ModelProto:
     proto = ir.to_proto(model)
     opset = model.graph.opset_imports.get("", OLDEST_OPSET)
     used = {node.op_type for node in model.graph.all_nodes() if node.domain == DOMAIN}
-    present = {function.name for function in proto.functions if function.domain == DOMAIN}
-    proto.functions.extend(function_body(name, opset) for name in sorted(used - present) if name in BY_NAME)
+    proto.functions.extend(missing_bodies(proto, used, opset))
     return proto

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+from onnx import ModelProto
+
 from moe_onnx.build.moe_options import FORMS
 from moe_onnx.build.weights import WEIGHTS
 from moe_onnx.errors import ModelError
@@ -179,6 +181,16 @@ class Manifest:
     def to_json(self) -> str:
         """The manifest as JSON text; :meth:`from_json` gives an equal one."""
         return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def of_model(cls, model: ModelProto) -> Manifest | None:
+        """The manifest that a model carries, None where it carries none.
+
+        Raises:
+            ModelError: As :meth:`from_json`.
+        """
+        texts = [entry.value for entry in model.metadata_props if entry.key == METADATA_KEY]
+        return cls.from_json(texts[0]) if texts else None
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:

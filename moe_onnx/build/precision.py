@@ -33,10 +33,11 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from moe_onnx.autodiff.emitter import Emitter
+from moe_onnx.autodiff.gradients import HALVES
 from moe_onnx.build.moe_options import MoeOptions
 
 Half = ir.DataType | None
-HALVES: dict[str, Half] = {
+TYPES: dict[str, Half] = {
     "float32": None,
     "float16": ir.DataType.FLOAT16,
     "bfloat16": ir.DataType.BFLOAT16,
@@ -45,7 +46,7 @@ HALVES: dict[str, Half] = {
 
 def half_of(config: MoeOptions) -> Half:
     """The 16-bit type that a config computes in, None for float32."""
-    return HALVES[config.dtype]
+    return TYPES[config.dtype]
 
 
 def narrow(e: Emitter, x: ir.Value, half: Half) -> ir.Value:
@@ -61,7 +62,7 @@ def narrow(e: Emitter, x: ir.Value, half: Half) -> ir.Value:
 
 def wide(e: Emitter, x: ir.Value) -> ir.Value:
     """A 16-bit value as float32."""
-    return _cast(e, x, ir.DataType.FLOAT) if x.dtype in HALVES.values() else x
+    return _cast(e, x, ir.DataType.FLOAT) if x.dtype in HALVES else x
 
 
 def rounded(e: Emitter, x: ir.Value, half: Half) -> ir.Value:

@@ -10,25 +10,12 @@ import onnx
 from rich.filesize import decimal
 from rich.table import Column, Table
 
-from moe_onnx.build.manifest import METADATA_KEY, Manifest
+from moe_onnx.build.manifest import Manifest
 from moe_onnx.build.training_graph import TrainingGraph
 from moe_onnx.cli.options import CONSOLE
 from moe_onnx.errors import ModelError
+from moe_onnx.inspection.inspection import operators
 from moe_onnx.spec import DOMAIN
-
-
-def operator_counts(model: onnx.ModelProto) -> Counter[tuple[str, str]]:
-    """How often each operator stands in a model's graph, by domain and name; bodies are not looked into."""
-    counts: Counter[tuple[str, str]] = Counter()
-    graphs = [model.graph]
-    while graphs:
-        for node in graphs.pop().node:
-            counts[node.domain or "ai.onnx", node.op_type] += 1
-            for attribute in node.attribute:
-                if attribute.HasField("g"):
-                    graphs.append(attribute.g)
-                graphs.extend(attribute.graphs)
-    return counts
 
 
 def print_graphs(graph: TrainingGraph) -> None:
@@ -57,7 +44,7 @@ def print_manifest(manifest: Manifest) -> None:
 
 def print_operators(models: Mapping[str, onnx.ModelProto], *, short: bool = False) -> None:
     """Print how many nodes each model has of each operator; ``short``: standard ops in one row."""
-    counts = {name: operator_counts(model) for name, model in models.items()}
+    counts = {name: operators(model) for name, model in models.items()}
     if short:
         for name, found in counts.items():
             counts[name] = Counter({key: n for key, n in found.items() if key[0] == DOMAIN})
@@ -90,9 +77,9 @@ def print_path(path: Path) -> None:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's errors have no common base worth naming
         raise ModelError(f"{path}: is no ONNX model: {error}.") from error
-    texts = [entry.value for entry in model.metadata_props if entry.key == METADATA_KEY]
-    if texts:
-        print_manifest(Manifest.from_json(texts[0]))
+    manifest = Manifest.of_model(model)
+    if manifest is not None:
+        print_manifest(manifest)
     else:
         CONSOLE.print(f"{path.name} carries no manifest of moe_onnx.")
     print_operators({path.stem: model})

@@ -9,10 +9,9 @@ from typing import Any
 import click
 import numpy as np
 
-from moe_onnx.build.optimizers import SGD, AdamW
 from moe_onnx.build.training_graph import TrainingGraph
 from moe_onnx.build.weights import ORIGIN, StoredWeights
-from moe_onnx.cli.options import CONSOLE, imply_mode, said_of, set_of
+from moe_onnx.cli.options import CONSOLE, OPTIMIZERS, imply_mode, said_of, set_of
 from moe_onnx.errors import OptionError
 from moe_onnx.huggingface.origin import find_origin
 from moe_onnx.huggingface.pretrained import from_pretrained
@@ -40,8 +39,8 @@ def graph_of(
     pretrained = from_pretrained(folder, **changes)
     CONSOLE.print(repr(pretrained).strip("<>"), markup=False, soft_wrap=True)
     with CONSOLE.status(f"building {assembly} ..."):
-        kind = SGD() if optimizer == "sgd" else AdamW()
-        return pretrained.training_graph(assembly=assembly, optimizer=kind, optimize_for=optimize_for)
+        kind = OPTIMIZERS[optimizer or "adamw"]
+        return pretrained.training_graph(assembly=assembly, optimizer=kind(), optimize_for=optimize_for)
 
 
 def origin_folder(graph: TrainingGraph) -> Path | None:
@@ -53,11 +52,9 @@ def tokenizer_of(given: Path | None, graph: TrainingGraph, run: Path | None = No
     """The tokenizer that is given, or a run's, or the model's own; None: bytes are the tokens."""
     if given is not None:
         return Tokenizer(given)
-    if run is not None:
-        place = run.resolve()
-        for folder in (place, *list(place.parents)[:3]):
-            if (folder / ORIGIN / FILE).is_file():
-                return Tokenizer(folder / ORIGIN)
+    own = None if run is None else find_origin(run, FILE)
+    if own is not None:
+        return Tokenizer(own)
     origin = origin_folder(graph)
     if origin is None:
         return None

@@ -10,10 +10,9 @@ import click
 
 from moe_onnx.build.imported import ImportedModel
 from moe_onnx.build.moe_options import FORMS
-from moe_onnx.build.optimizers import SGD, AdamW
 from moe_onnx.build.training_graph import ASSEMBLIES
 from moe_onnx.cli import graphs
-from moe_onnx.cli.options import CONSOLE, ERRORS
+from moe_onnx.cli.options import CONSOLE, ERRORS, OPTIMIZERS
 from moe_onnx.errors import OptionError
 from moe_onnx.imported.training import training_graph_from
 
@@ -42,7 +41,7 @@ from moe_onnx.imported.training import training_graph_from
 @click.option(
     "--assembly", help=f"Some of {', '.join(ASSEMBLIES)}. Default: all but step that the model has."
 )
-@click.option("--optimizer", type=click.Choice(["adamw", "sgd"]), default="adamw", show_default=True)
+@click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", show_default=True)
 @click.option("--weight-decay", type=float, help="Of the optimizer.")
 @click.option("--optimize-for", type=click.Choice(list(FORMS)), default="body", show_default=True)
 @click.option(
@@ -78,8 +77,7 @@ def train_graph(
     """  # noqa: D301
     if model.resolve().parent == out.resolve() and model.stem in ASSEMBLIES:
         raise OptionError(f"{out}: holds {model.name}, which would be overwritten. Give another folder.")
-    decay = {} if weight_decay is None else {"weight_decay": weight_decay}
-    kinds = {"adamw": AdamW, "sgd": SGD}
+    decay: dict[str, Any] = {} if weight_decay is None else {"weight_decay": weight_decay}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
         graph = training_graph_from(
@@ -87,7 +85,7 @@ def train_graph(
             loss=loss,
             params=list(params) or None,
             assembly=assembly,
-            optimizer=kinds[optimizer](**decay),
+            optimizer=OPTIMIZERS[optimizer](**decay),
             output=of,
             **rest,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def inspect(
             sequence_length=sequence_length or schedule.get("sequence_length", SEQUENCE_LENGTH),
             sizes=_sizes(named),
         )
-        object.__setattr__(done, "subject", name)
+        done = replace(done, subject=name)
         mapped = explain(done.models, done.manifest) if explained else []
     if json_file is not None:
         data = done.to_dict() | ({"explain": [vars(one) for one in mapped]} if explained else {})

@@ -18,6 +18,7 @@ from moe_onnx.build.moe_options import (
     DROP_POLICIES,
     ROUTER_SCORES,
 )
+from moe_onnx.build.optimizers import SGD, AdamW, Optimizer
 from moe_onnx.build.presets import PRESETS
 from moe_onnx.build.recipe import Recipe, Schedule, recipe_from_dict, recipe_tables
 from moe_onnx.build.training_graph import TrainingGraph, build_training_graph
@@ -50,6 +51,8 @@ _WORDS = {
     "dispatch_mode": ("dispatch_mode", DISPATCH_MODES),
     "drop_policy": ("token_drop_policy", DROP_POLICIES),
 }
+# By the words of the command line.
+OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD}
 
 
 class Commands(click.Group):
@@ -107,7 +110,7 @@ def model_options(command: F) -> F:
             "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of the config."
         ),
         click.option(
-            "--optimizer", type=click.Choice(["adamw", "sgd"]), help="Default: the recipe's, or adamw."
+            "--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Default: the recipe's, or adamw."
         ),
     ]
     for option in reversed(options):
@@ -145,7 +148,7 @@ def recipe_of(
     if schedule is not None:
         how = {name: value for name, value in schedule.items() if value is not None}
         tables["training"] = {**asdict(Schedule()), **tables.get("training", {}), **how}
-    kind = {"adamw": "AdamW", "sgd": "SGD", None: None}[optimizer]
+    kind = None if optimizer is None else OPTIMIZERS[optimizer].__name__
     if kind is not None and kind != tables.get("optimizer", {}).get("kind", "AdamW"):
         tables["optimizer"] = {"kind": kind}
     return recipe_from_dict(tables, config or "options")

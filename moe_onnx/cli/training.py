@@ -15,10 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moe_onnx.build.recipe import recipe_from_dict, recipe_tables
 from moe_onnx.cli.curve import write_curve
-from moe_onnx.cli.graphs import operator_counts, print_operators
+from moe_onnx.cli.graphs import print_operators
 from moe_onnx.cli.heatmap import write_heatmap
 from moe_onnx.cli.options import CONSOLE, INTERRUPTED, WORK_FAILED, build
 from moe_onnx.errors import DataError, MoeOnnxError
+from moe_onnx.inspection.inspection import operators
 from moe_onnx.runtime.checkpoint import has_checkpoint
 from moe_onnx.runtime.data import TokenDataset
 from moe_onnx.runtime.generate import generate
@@ -133,7 +134,7 @@ def demo(text: Path | None, steps: int | None, folder: Path) -> int:
     for model in graph.models.values():
         onnx.checker.check_model(model, full_check=True)
     print_operators(graph.models, short=True)
-    found = operator_counts(graph.models["grad"])
+    found = operators(graph.models["grad"])
     for name in GRADIENT_OPS:
         CONSOLE.print(f"{name}: {found[DOMAIN, name]} in the gradient graph")
     if not all(found[DOMAIN, name] for name in GRADIENT_OPS):

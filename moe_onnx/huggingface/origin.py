@@ -142,10 +142,13 @@ def _plain(path: Path, name: str) -> str:
     return name
 
 
-def find_origin(start: Path) -> Path | None:
-    """The folder ``huggingface/`` in a folder or one of the three above it, such as a run's; None: none."""
+def find_origin(start: Path, holding: str = TENSORS) -> Path | None:
+    """The folder ``huggingface/`` in a folder or one of the three above it, such as a run's; None: none.
+
+    Only one with the file ``holding``: without a checkpoint of its own it may have a tokenizer.
+    """
     resolved = start.resolve()
     for folder in (resolved, *list(resolved.parents)[:3]):
-        if (folder / ORIGIN / TENSORS).is_file():
+        if (folder / ORIGIN / holding).is_file():
             return folder / ORIGIN
     return None

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 import onnx_ir as ir
 
+from moe_onnx.autodiff.subgraphs import captured, is_float
 from moe_onnx.errors import GradientError, OptionError
 from moe_onnx.imported.naming import Weight, Weights
 
@@ -81,23 +82,8 @@ def _reached(root: ir.Value) -> set[ir.Value]:
         node = left.pop().producer()
         if node is None:
             continue
-        inputs = [*node.inputs, *_captured(node)]
-        for value in inputs:
-            # One of unknown type may be a float.
-            if value is None or not (value.dtype is None or value.dtype.is_floating_point()):
-                continue
-            if value not in found:
+        for value in (*node.inputs, *captured(node)):
+            if value is not None and is_float(value) and value not in found:
                 found.add(value)
                 left.append(value)
-    return found
-
-
-def _captured(node: ir.Node) -> list[ir.Value]:
-    """Outer values that a node's subgraphs read."""
-    found = []
-    for attr in node.attributes.values():
-        graphs = [attr.as_graph()] if attr.type == ir.AttributeType.GRAPH else []
-        for graph in graphs:
-            found += [v for inner in graph.all_nodes() for v in inner.inputs if v is not None]
-            found += list(graph.outputs)
     return found

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from moe_onnx.autodiff.bodies import inline_functions
-from moe_onnx.build.training_graph import IR_VERSION, OPSET
+from moe_onnx.build.draft import IR_VERSION, OPSET
 from moe_onnx.errors import ModelError, ModelFileError
 
 OLDEST_OPSET = 18  # that gradient rules can write for

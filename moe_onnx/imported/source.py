@@ -13,6 +13,7 @@ import onnx_ir as ir
 from moe_onnx.autodiff.bodies import expand_bodies
 from moe_onnx.autodiff.gradients import sizes
 from moe_onnx.autodiff.graphs import infer
+from moe_onnx.autodiff.subgraphs import is_float
 from moe_onnx.build.imported import CROSS_ENTROPY, LABELS, TARGET, ImportedModel
 from moe_onnx.build.parameters import Parameter
 from moe_onnx.errors import ModelError
@@ -65,11 +66,7 @@ def prepare(
     infer(found)
     cast_plainly(graph)
     # Of all that may be trained: which weights are is known only when nodes are as they stay.
-    floats = [
-        str(v.name)
-        for v in graph.initializers.values()
-        if v.dtype is not None and v.dtype.is_floating_point()
-    ]
+    floats = [str(value.name) for value in graph.initializers.values() if is_float(value)]
     while expand_bodies(found, str(find_root(graph, _values(graph), loss, output).name), floats):
         infer(found)
     known = find_weights(found)

@@ -11,10 +11,12 @@ import onnx_ir as ir
 
 from moe_onnx.autodiff.gradients import sizes
 from moe_onnx.autodiff.graphs import infer
+from moe_onnx.autodiff.subgraphs import captured
+from moe_onnx.build.draft import Draft
 from moe_onnx.build.forward import Forward
 from moe_onnx.build.imported import CROSS_ENTROPY
 from moe_onnx.build.optimizers import Optimizer
-from moe_onnx.build.training_graph import Draft, TrainingGraph, checked_choices, finished
+from moe_onnx.build.training_graph import TrainingGraph, checked_choices, finished
 from moe_onnx.errors import ModelError
 from moe_onnx.imported.losses import add_loss
 from moe_onnx.imported.root import shape_of
@@ -196,20 +198,11 @@ def _ancestors(roots: Sequence[ir.Value]) -> set[ir.Value]:
     found, left = set(roots), list(roots)
     while left:
         node = left.pop().producer()
-        inner = [] if node is None else [v for v in _read(node) if v not in found]
+        read = [] if node is None else [*node.inputs, *captured(node)]
+        inner = [value for value in read if value is not None and value not in found]
         found.update(inner)
         left += inner
     return found
-
-
-def _read(node: ir.Node) -> list[ir.Value]:
-    values = [value for value in node.inputs if value is not None]
-    for attr in node.attributes.values():
-        if attr.type == ir.AttributeType.GRAPH:
-            graph = attr.as_graph()
-            values += [v for inner in graph.all_nodes() for v in inner.inputs if v is not None]
-            values += list(graph.outputs)
-    return values
 
 
 def _warn_of_traces(model: onnx.ModelProto | str | os.PathLike[str]) -> None:

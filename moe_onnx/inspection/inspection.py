@@ -11,7 +11,7 @@ from typing import Any
 
 from onnx import ModelProto
 
-from moe_onnx.build.manifest import METADATA_KEY, Manifest
+from moe_onnx.build.manifest import Manifest
 from moe_onnx.build.training_graph import TrainingGraph
 from moe_onnx.errors import BatchError, OptionError
 from moe_onnx.inspection.cost import Cost, cost_of
@@ -224,18 +224,13 @@ def _opened(source: Any) -> tuple[str, Mapping[str, ModelProto], Manifest | None
     if isinstance(source, TrainingGraph):
         return "training graph", source.models, source.manifest
     if isinstance(source, ModelProto):
-        return source.graph.name or "model", {"model": source}, _manifest_in(source)
+        return source.graph.name or "model", {"model": source}, Manifest.of_model(source)
     path = Path(source)
     if path.is_dir():
         graph = TrainingGraph.load(path)
         return str(path), graph.models, graph.manifest
     model = read_model(path)
-    return str(path), {path.stem: model}, _manifest_in(model)
-
-
-def _manifest_in(model: ModelProto) -> Manifest | None:
-    texts = [entry.value for entry in model.metadata_props if entry.key == METADATA_KEY]
-    return Manifest.from_json(texts[0]) if texts else None
+    return str(path), {path.stem: model}, Manifest.of_model(model)
 
 
 def _derived(manifest: Manifest, tokens: int) -> dict[str, int]:

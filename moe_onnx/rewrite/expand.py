@@ -65,8 +65,9 @@ def expand(model: ModelProto, notes: Notes) -> ModelProto:
                 scope.owner.node.append(node)
                 continue
             key = node.op_type, version
-            body = bodies.setdefault(key, bodies.get(key) or function_body(*key))
-            made = _inlined(node, body, types.get(id(scope.owner), {}), names)
+            if key not in bodies:
+                bodies[key] = function_body(*key)
+            made = _inlined(node, bodies[key], types.get(id(scope.owner), {}), names)
             for one in made:
                 mark(one, NAME)
             was = "; the model's own function of that name meant something else" * (node.op_type in foreign)

@@ -26,7 +26,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from moe_onnx.build.training_graph import LOSS_SCALE
+from moe_onnx.build.draft import LOSS_SCALE
 from moe_onnx.errors import CheckpointError
 from moe_onnx.runtime.loss_scale import from_json, to_json
 from moe_onnx.runtime.training_state import STEP, checked_tensors

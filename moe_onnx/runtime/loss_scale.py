@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from moe_onnx.build.draft import LOSS_SCALE
 from moe_onnx.build.options import Options
-from moe_onnx.build.training_graph import LOSS_SCALE
 from moe_onnx.errors import CheckpointError, NonFiniteError
 
 _STATE = ("scale", "growth_tracker", "overflows")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from moe_onnx.errors import NonFiniteError, OptionError
 from moe_onnx.runtime.batch import with_padding
 from moe_onnx.runtime.data import TokenDataset
+from moe_onnx.runtime.evaluation import Evaluation
 from moe_onnx.runtime.interrupts import interrupts_deferred
 from moe_onnx.runtime.training_session import TrainingSession
 
@@ -96,10 +96,8 @@ def train(
 
 def evaluate(session: TrainingSession, data: TokenDataset, batches: int = 4) -> float:
     """Mean loss of the language model over the held-out batches, each token counted once."""
-    total, tokens = 0.0, 0
+    done = Evaluation()
     fewest = session.manifest.dispatch.get("expert_capacity", 0)
     for batch in data.eval_batches(batches):
-        metrics: Mapping[str, Any] = session.eval(with_padding(batch, fewest))
-        total += metrics["lm_loss"] * metrics["num_tokens"]
-        tokens += metrics["num_tokens"]
-    return total / tokens if tokens else math.nan
+        done.add(session.eval(with_padding(batch, fewest)))
+    return done.loss

@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 import numpy as np
 import onnxruntime
 
+from moe_onnx.build.draft import LOSS_SCALE
 from moe_onnx.build.forward import LOAD_BEFORE
 from moe_onnx.build.manifest import Manifest
-from moe_onnx.build.training_graph import LOSS_SCALE, TrainingGraph
+from moe_onnx.build.training_graph import TrainingGraph
 from moe_onnx.errors import BatchError, CheckpointError, ModelError, NonFiniteError, OptionError
 from moe_onnx.runtime.accumulate import Accumulator
 from moe_onnx.runtime.batch import checked_batch

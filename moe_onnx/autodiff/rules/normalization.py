@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from moe_onnx.autodiff.gradients import HALVES, Gradients, attribute
+from moe_onnx.autodiff.gradients import Gradients, attribute
 from moe_onnx.autodiff.registry import register_gradient
 from moe_onnx.errors import GradientError
 
@@ -23,7 +23,7 @@ def layer_normalization(
     x, scale, bias = [*node.inputs, None][:3]
     assert x is not None and scale is not None
     axes = list(range(attribute(node, "axis", -1) % g.rank(x), g.rank(x)))
-    centred = g.sub(_wide(g, x), _mean(g, _wide(g, x), axes))
+    centred = g.sub(g.wide(x), _mean(g, g.wide(x), axes))
     norm, root = _normed(g, node, centred, axes)
     parts: Grads = []
     dscale = dbias = None
@@ -60,7 +60,7 @@ def rms_normalization(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     x, scale = node.inputs
     assert x is not None and scale is not None
     axes = list(range(attribute(node, "axis", -1) % g.rank(x), g.rank(x)))
-    norm, root = _normed(g, node, _wide(g, x), axes)
+    norm, root = _normed(g, node, g.wide(x), axes)
     return list(_scaled(g, node, d, norm, root, axes, centre=False))
 
 
@@ -71,11 +71,11 @@ def instance_normalization(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     assert x is not None and scale is not None and bias is not None
     rank = g.rank(x)
     axes, others = list(range(2, rank)), [0, *range(2, rank)]
-    wide, wide_d = _wide(g, x), _wide(g, d)
+    wide, wide_d = g.wide(x), g.wide(d)
     norm, root = _normed(g, node, g.sub(wide, _mean(g, wide, axes)), axes)
     dx = dscale = dbias = None
     if g.needs(x):
-        channels = g.op("Unsqueeze", _wide(g, scale), g.constant(list(range(1, rank - 1))))
+        channels = g.op("Unsqueeze", g.wide(scale), g.constant(list(range(1, rank - 1))))
         e = g.mul(wide_d, channels)
         across = g.mul(norm, _mean(g, g.mul(e, norm), axes))
         dx = g.cast(g.mul(g.sub(g.sub(e, _mean(g, e, axes)), across), root), x)
@@ -154,11 +154,6 @@ def _positions(g: Gradients, node: ir.Node, d: ir.Value, labels: ir.Value) -> tu
     return g.op("Unsqueeze", d, classes), g.op("Unsqueeze", labels, classes)
 
 
-def _wide(g: Gradients, value: ir.Value) -> ir.Value:
-    """Statistics of 16-bit numbers are taken in float32 (stash_type)."""
-    return g.op("Cast", value, to=ir.DataType.FLOAT) if value.dtype in HALVES else value
-
-
 def _mean(g: Gradients, value: ir.Value, axes: list[int]) -> ir.Value:
     if g.emitter.graph.opset_imports[""] < 18:
         return g.op("ReduceMean", value, axes=axes, keepdims=1)
@@ -186,11 +181,11 @@ def _scaled(
     """The gradients of x and of scale."""
     x, scale = node.inputs[:2]
     assert x is not None and scale is not None
-    wide, dx, dscale = _wide(g, d), None, None
+    wide, dx, dscale = g.wide(d), None, None
     if g.needs(scale):
         dscale = g.cast(g.unbroadcast(g.mul(wide, norm), scale, node.outputs[0]), scale)
     if g.needs(x):
-        e = g.mul(wide, _wide(g, scale))
+        e = g.mul(wide, g.wide(scale))
         across = g.mul(norm, _mean(g, g.mul(e, norm), axes))
         rest = g.sub(g.sub(e, _mean(g, e, axes)), across) if centre else g.sub(e, across)
         dx = g.cast(g.mul(rest, inverse), x)

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import onnx_ir as ir
 from onnx import ModelProto
 
-from moe_onnx.adapters.function_body import OLDEST_OPSET, function_body
-from moe_onnx.operators import BY_NAME
+from moe_onnx.adapters.function_body import OLDEST_OPSET, missing_bodies
 from moe_onnx.rewrite.by_ir import by_ir
 from moe_onnx.rewrite.fuse import batched, contrib
 from moe_onnx.rewrite.fuse.graph import NAME, NotThis
@@ -25,9 +24,7 @@ def fuse(model: ModelProto, notes: Notes) -> ModelProto:
     made = by_ir(lambda inner, inner_notes: _fuse(inner, types, inner_notes))(model, notes)
     if notes.done:
         used = {node.op_type for node in all_nodes(made) if node.domain == DOMAIN}
-        have = {function.name for function in made.functions if function.domain == DOMAIN}
-        opset = max(opset_of(made), OLDEST_OPSET)
-        made.functions.extend(function_body(n, opset) for n in sorted(used - have) if n in BY_NAME)
+        made.functions.extend(missing_bodies(made, used, max(opset_of(made), OLDEST_OPSET)))
         made.ir_version = max(made.ir_version, 8)  # the first with functions
     return made
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from onnx import TypeProto, ValueInfoProto, helper
 
+from moe_onnx.build.draft import LOSS_SCALE
 from moe_onnx.build.forward import LOAD_BEFORE
 from moe_onnx.build.manifest import Manifest, TensorInfo
 from moe_onnx.build.parameters import Parameter
-from moe_onnx.build.training_graph import LOSS_SCALE
 from moe_onnx.operators import BY_NAME
 from moe_onnx.spec import DOMAIN
 from moe_onnx.validation.file.tensor_data import bytes_of
