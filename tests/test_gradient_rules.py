@@ -26,7 +26,7 @@ from gradient_tools import (
     side_by_side,
     weights_of,
 )
-from routes import NATIVE, try_all
+from routes import FAST, try_all
 
 import moe_onnx
 from moe_onnx.autodiff.registry import rules
@@ -52,8 +52,6 @@ def gradients_of(
 
 
 BY_OP = {op: [case for case in CASES if case.op == op] for op in dict.fromkeys(case.op for case in CASES)}
-# Sessions of bodies take long to make: they are in one of the graphs, native kernels in the others.
-FAST = "native" if NATIVE else "body"
 
 
 def by_opset(cases: list[Case]) -> list[list[Case]]:
