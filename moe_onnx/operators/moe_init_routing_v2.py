@@ -18,11 +18,11 @@ from moe_onnx.operators._body import (
     check,
     checks,
     count_up,
+    integer_code,
     is_not_float,
-    is_not_int32,
-    is_not_rank,
     is_outside,
     precision,
+    rank_of,
     sizes_agree,
     with_zero_row,
 )
@@ -179,9 +179,9 @@ BODY = body(
     attribute("expert_tokens_before_capacity_flag"),
     precision("precision", "x"),
     is_not_float("bad_x_dtype", "precision"),
-    is_not_int32("bad_idx_dtype", "expert_idx"),
-    is_not_rank("bad_x_rank", "x", "two"),
-    is_not_rank("bad_idx_rank", "expert_idx", "two"),
+    integer_code("idx_dtype", "expert_idx"),
+    rank_of("x_rank", "x"),
+    rank_of("idx_rank", "expert_idx"),
     """
     max_rows = Constant <value_ints = [2147483647]> ()
     bad_active = Less (active_num, zero)
@@ -231,7 +231,7 @@ BODY = body(
         "passed",
         "zero",
         ("x must be float16, bfloat16, float32 or float64", "bad_x_dtype"),
-        ("expert_idx must be int32", "bad_idx_dtype"),
+        ("expert_idx must be int32", "idx_dtype", "int32_code"),
         ("active_num must not be negative", "bad_active"),
         ("expert_capacity must not be negative", "bad_capacity"),
         ("expert_num must be in [0, 2^31)", "bad_experts"),
@@ -241,8 +241,8 @@ BODY = body(
         ("expert_tokens_before_capacity_flag must be 0 or 1", "bad_before"),
         ("expert_num must be positive in drop_pad mode and for counts", "bad_no_experts"),
         ("expert_capacity must be positive in drop_pad mode", "bad_no_capacity"),
-        ("x must be 2-D", "bad_x_rank"),
-        ("expert_idx must be 2-D", "bad_idx_rank"),
+        ("x must be 2-D", "x_rank", "two"),
+        ("expert_idx must be 2-D", "idx_rank", "two"),
     ),
     sizes_agree(
         "passed_sizes",
