@@ -174,6 +174,12 @@ def is_outside(out: str, value: str, low: str, high: str) -> str:
     {out} = Or ({out}_below, {out}_above)"""
 
 
+def flag_squared(flag: str) -> str:
+    """``{flag}_squared`` for ``checks``: 0 and 1 alone are their own squares, also modulo 2^64."""
+    return f"""
+    {flag}_squared = Mul ({flag}, {flag})"""
+
+
 def count_up(out: str, n: str) -> str:
     """``out`` is 0, 1, .. n - 1 for the size ``n``."""
     return f"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_onnx.errors import IndexValueError, ShapeError
 from moe_onnx.operators._arrays import Array, check_range
-from moe_onnx.operators._body import attribute, check, checks, is_outside, rank_of
+from moe_onnx.operators._body import attribute, check, checks, flag_squared, is_outside, rank_of
 from moe_onnx.spec import INDICES, Arg, Attr, Axes
 
 TRANSPOSE_WEIGHT = Attr(
@@ -57,7 +57,7 @@ def group_starts(op: str, group_sizes: Array, rows: int) -> list[tuple[int, int]
 
 ARGUMENTS = (
     attribute("transpose_weight")
-    + is_outside("bad_transpose", "transpose_weight", "zero", "two")
+    + flag_squared("transpose_weight")
     + """
     n = Shape <end = 1> (x)
     hidden = Shape <start = 1, end = 2> (x)
@@ -66,7 +66,7 @@ ARGUMENTS = (
     + rank_of("x_rank", "x")
     + rank_of("sizes_rank", "group_sizes")
 )
-BAD_TRANSPOSE = ("transpose_weight must be 0 or 1", "bad_transpose")
+BAD_TRANSPOSE = ("transpose_weight must be 0 or 1", "transpose_weight_squared", "transpose_weight")
 BAD_SIZES_DTYPE = ("group_sizes must be int32", "sizes_dtype", "int32_code")
 BAD_SIZES_RANK = ("group_sizes must be 1-D", "sizes_rank", "one")
 

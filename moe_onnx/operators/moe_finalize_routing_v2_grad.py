@@ -20,6 +20,7 @@ from moe_onnx.operators._body import (
     check,
     checks,
     count_up,
+    flag_squared,
     in_row_order,
     integer_code,
     is_not,
@@ -232,7 +233,7 @@ BODY = body(
     integer_code("index_dtype", "expanded_row_idx"),
     integer_code("expert_dtype", "expert_idx"),
     is_not("bad_expanded_dtype", "precision", "expanded_precision"),
-    is_outside("bad_mode", "drop_pad_mode", "zero", "two"),
+    flag_squared("drop_pad_mode"),
     """
     is_padded = Equal (drop_pad_mode, one)
     not_padded = Not (is_padded)
@@ -291,7 +292,7 @@ BODY = body(
         ("grad_y must be float16, bfloat16, float32 or float64", "bad_grad_dtype"),
         ("expanded_row_idx must be int32", "index_dtype", "int32_code"),
         ("expert_idx must be int32", "expert_dtype", "int32_code"),
-        ("drop_pad_mode must be 0 or 1", "bad_mode"),
+        ("drop_pad_mode must be 0 or 1", "drop_pad_mode_squared", "drop_pad_mode"),
         ("active_num must not be negative", "active_below"),
         ("expert_num must not be negative", "bad_experts"),
         ("expert_capacity must not be negative", "bad_capacity"),

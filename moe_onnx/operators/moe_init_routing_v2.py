@@ -18,6 +18,7 @@ from moe_onnx.operators._body import (
     check,
     checks,
     count_up,
+    flag_squared,
     integer_code,
     is_not_float,
     is_outside,
@@ -200,13 +201,13 @@ BODY = body(
     rows_above = Greater (expert_rows, max_rows)
     num_rows = Where (rows_above, zero, expert_rows)
     """,
-    is_outside("bad_mode", "drop_pad_mode", "zero", "two"),
+    flag_squared("drop_pad_mode"),
     """
     flag_below = Less (expert_tokens_count_or_cumsum_flag, zero)
     flag_above = Greater (expert_tokens_count_or_cumsum_flag, two)
     bad_flag = Or (flag_below, flag_above)
     """,
-    is_outside("bad_before", "expert_tokens_before_capacity_flag", "zero", "two"),
+    flag_squared("expert_tokens_before_capacity_flag"),
     """
     is_padded = Equal (drop_pad_mode, one)
     not_padded = Not (is_padded)
@@ -236,9 +237,13 @@ BODY = body(
         ("expert_capacity must not be negative", "bad_capacity"),
         ("expert_num must be in [0, 2^31)", "bad_experts"),
         ("expert_num * expert_capacity must be below 2^31", "bad_product"),
-        ("drop_pad_mode must be 0 or 1", "bad_mode"),
+        ("drop_pad_mode must be 0 or 1", "drop_pad_mode_squared", "drop_pad_mode"),
         ("expert_tokens_count_or_cumsum_flag must be 0, 1 or 2", "bad_flag"),
-        ("expert_tokens_before_capacity_flag must be 0 or 1", "bad_before"),
+        (
+            "expert_tokens_before_capacity_flag must be 0 or 1",
+            "expert_tokens_before_capacity_flag_squared",
+            "expert_tokens_before_capacity_flag",
+        ),
         ("expert_num must be positive in drop_pad mode and for counts", "bad_no_experts"),
         ("expert_capacity must be positive in drop_pad mode", "bad_no_capacity"),
         ("x must be 2-D", "x_rank", "two"),

@@ -18,6 +18,7 @@ from moe_onnx.operators._body import (
     body,
     check,
     checks,
+    flag_squared,
     integer_code,
     is_not_float,
     is_outside,
@@ -137,7 +138,7 @@ BODY = body(
     """
     bad_top_k = Less (top_k, one)
     """,
-    is_outside("bad_mode", "drop_pad_mode", "zero", "two"),
+    flag_squared("drop_pad_mode"),
     """
     bad_active = Less (active_num, zero)
     is_padded = Equal (drop_pad_mode, one)
@@ -157,7 +158,7 @@ BODY = body(
         ("grad_expanded_x must be float16, bfloat16, float32 or float64", "bad_grad_dtype"),
         ("expanded_row_idx must be int32", "idx_dtype", "int32_code"),
         ("top_k must be positive", "bad_top_k"),
-        ("drop_pad_mode must be 0 or 1", "bad_mode"),
+        ("drop_pad_mode must be 0 or 1", "drop_pad_mode_squared", "drop_pad_mode"),
         ("active_num must not be negative", "bad_active"),
         ("grad_expanded_x must be 2-D, or 3-D in drop_pad mode", "grad_rank", "want_rank"),
         ("expanded_row_idx must be 1-D", "idx_rank", "one"),

@@ -18,6 +18,7 @@ from moe_onnx.operators._body import (
     check,
     checks,
     count_up,
+    flag_squared,
     is_not_float,
     is_not_map,
     is_outside,
@@ -183,7 +184,7 @@ BODY = body(
     rank_of("tokens_rank", "tokens"),
     rank_of("map_rank", "routing_map"),
     rank_of("probs_rank", "probs"),
-    is_outside("bad_pad", "drop_and_pad", "zero", "two"),
+    flag_squared("drop_and_pad"),
     f"""
     size_end = Constant <value_ints = [{MAX_ROWS + 1}]> ()
     """,
@@ -194,7 +195,7 @@ BODY = body(
         ("tokens must be float16, bfloat16, float32 or float64", "bad_tokens_dtype"),
         ("routing_map must be bool or int8", "map_dtype", "zero"),
         ("num_out_tokens must be in [0, 2^31)", "bad_num_out"),
-        ("drop_and_pad must be 0 or 1", "bad_pad"),
+        ("drop_and_pad must be 0 or 1", "drop_and_pad_squared", "drop_and_pad"),
         ("tokens must be 2-D", "tokens_rank", "two"),
         ("routing_map must be 2-D", "map_rank", "two"),
         ("probs must be 2-D", "probs_rank", "two"),

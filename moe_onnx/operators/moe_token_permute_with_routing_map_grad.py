@@ -27,6 +27,7 @@ from moe_onnx.operators._body import (
     body,
     check,
     checks,
+    flag_squared,
     integer_code,
     is_not_float,
     is_not_map,
@@ -248,7 +249,7 @@ BODY = body(
     probs_not_absent = Or (probs_not_empty, probs_not_2d_bool)
     bad_probs_rank = And (has_no_probs, probs_not_absent)
     """,
-    is_outside("bad_pad", "drop_and_pad", "zero", "two"),
+    flag_squared("drop_and_pad"),
     f"""
     max_size = Constant <value_ints = [{MAX_ROWS}]> ()
     size_end = Add (max_size, one)
@@ -262,7 +263,7 @@ BODY = body(
         ("sorted_indices must be int32", "index_dtype", "int32_code"),
         ("num_experts must be in [0, 2^31)", "bad_experts"),
         ("tokens_num must be in [0, 2^31)", "bad_tokens"),
-        ("drop_and_pad must be 0 or 1", "bad_pad"),
+        ("drop_and_pad must be 0 or 1", "drop_and_pad_squared", "drop_and_pad"),
         ("permuted_token_output_grad must be 2-D", "rows_rank", "two"),
         ("permuted_probs_output_grad must be 1-D", "bad_probs_rank"),
         ("sorted_indices must be 1-D", "index_rank", "one"),

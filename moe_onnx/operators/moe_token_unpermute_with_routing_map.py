@@ -18,6 +18,7 @@ from moe_onnx.operators._body import (
     body,
     check,
     checks,
+    flag_squared,
     integer_code,
     is_not_float,
     is_not_map,
@@ -236,7 +237,7 @@ BODY = body(
     rank_of("index_rank", "sorted_indices"),
     rank_of("map_rank", "routing_map"),
     rank_of("probs_rank", "probs"),
-    is_outside("bad_pad", "drop_and_pad", "zero", "two"),
+    flag_squared("drop_and_pad"),
     """
     is_padded = Equal (drop_and_pad, one)
     not_padded = Not (is_padded)
@@ -261,7 +262,7 @@ BODY = body(
         "zero",
         ("permuted_tokens must be float16, bfloat16, float32 or float64", "bad_rows_dtype"),
         ("sorted_indices must be int32", "index_dtype", "int32_code"),
-        ("drop_and_pad must be 0 or 1", "bad_pad"),
+        ("drop_and_pad must be 0 or 1", "drop_and_pad_squared", "drop_and_pad"),
         ("permuted_tokens must be 2-D", "rows_rank", "two"),
         ("sorted_indices must be 1-D", "index_rank", "one"),
         ("routing_map must be 2-D", "map_rank", "two"),

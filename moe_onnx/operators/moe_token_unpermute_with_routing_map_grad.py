@@ -21,6 +21,7 @@ from moe_onnx.operators._body import (
     check,
     checks,
     count_up,
+    flag_squared,
     in_row_order,
     integer_code,
     is_not,
@@ -430,7 +431,7 @@ BODY = body(
     rank_of("grad_rank", "unpermuted_tokens_grad"),
     rank_of("index_rank", "out_index"),
     rank_of("token_rank", "permute_token_id"),
-    is_outside("bad_pad", "drop_and_pad", "zero", "two"),
+    flag_squared("drop_and_pad"),
     """
     is_padded = Equal (drop_and_pad, one)
     not_padded = Not (is_padded)
@@ -448,7 +449,7 @@ BODY = body(
         ("unpermuted_tokens_grad must be float16, bfloat16, float32 or float64", "bad_grad_dtype"),
         ("out_index must be int32", "index_dtype", "int32_code"),
         ("permute_token_id must be int32", "token_dtype", "int32_code"),
-        ("drop_and_pad must be 0 or 1", "bad_pad"),
+        ("drop_and_pad must be 0 or 1", "drop_and_pad_squared", "drop_and_pad"),
         ("unpermuted_tokens_grad must be 2-D", "grad_rank", "two"),
         ("out_index must be 1-D", "index_rank", "one"),
         ("permute_token_id must be 1-D", "token_rank", "one"),
