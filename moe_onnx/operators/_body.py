@@ -84,7 +84,8 @@ def checks(prefix: str, before: str, *rules: tuple[str, ...]) -> str:
     """
     bads = [rule for rule in rules if len(rule) == 2]
     equal = [rule for rule in rules if len(rule) == 3]
-    text, flags = "", {}
+    text = ""
+    flags: dict[tuple[str, ...], str] = {}
     if len(bads) > 3:
         flags |= {rule: f"{prefix}_bad_{number}" for number, rule in enumerate(bads, 1)}
         text += f"""
