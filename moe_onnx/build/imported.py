@@ -31,6 +31,9 @@ class ImportedModel(Options):
         tied: Parameters that the model reads in several places.
         split: Parameters that shared an initializer, by name; the values are what it was called.
         renamed: Parameters whose initializer had a made-up name, likewise.
+        fused: MoE layers that are ``ascend.moe`` nodes now: by the node that was their end, what was done.
+        not_fused: What looked like one and stayed as it was: the first condition that did not hold.
+        verified: How the fused model was compared with the one before: a line for each set of inputs.
         producer: Who wrote the model.
 
     Raises:
@@ -49,6 +52,9 @@ class ImportedModel(Options):
     tied: tuple[str, ...] = ()
     split: dict[str, str] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
+    fused: dict[str, str] = field(default_factory=dict)
+    not_fused: dict[str, str] = field(default_factory=dict)
+    verified: tuple[str, ...] = ()
     producer: str = ""
 
     def __post_init__(self) -> None:
@@ -61,7 +67,7 @@ class ImportedModel(Options):
         self.check_int("ignore_index", low=-(2**63))
         self.check_int("vocab_size", low=0)
         self.check_bool("shift")
-        for name in ("inputs", "limits", "split", "renamed"):
+        for name in ("inputs", "limits", "split", "renamed", "fused", "not_fused"):
             if not isinstance(getattr(self, name), Mapping):
                 raise self.refuse(name, "a table")
         for limit in self.limits.values():
@@ -72,9 +78,11 @@ class ImportedModel(Options):
         except (TypeError, ValueError):
             raise self.refuse("inputs", "dtype and shape by name") from None
         object.__setattr__(self, "inputs", inputs)
-        if isinstance(self.tied, str) or not all(isinstance(name, str) for name in self.tied):
-            raise self.refuse("tied", "names of parameters")
-        object.__setattr__(self, "tied", tuple(self.tied))
+        for name, what in (("tied", "names of parameters"), ("verified", "lines of text")):
+            lines = getattr(self, name)
+            if not isinstance(lines, (list, tuple)) or not all(isinstance(one, str) for one in lines):
+                raise self.refuse(name, what)
+            object.__setattr__(self, name, tuple(lines))
 
     def to_dict(self) -> dict[str, Any]:
         """The config as plain data, its kind under ``"kind"``."""
