@@ -12,6 +12,7 @@ from moe_onnx.errors import ConfigError
 CROSS_ENTROPY, SQUARED_ERROR = "cross-entropy", "mean-squared-error"
 LABELS, TARGET = "labels", "target"
 Shape = tuple[int | str, ...]
+_FED = ("input_ids", "attention_mask", LABELS)  # what is made of a text
 
 
 @dataclass(frozen=True)
@@ -105,3 +106,19 @@ class ImportedModel(Options):
             if name != "kind" and name not in known:
                 raise ConfigError(f"{cls.__name__}: there is no option {name!r}.")
         return cls(**{name: value for name, value in data.items() if name != "kind"})
+
+
+def missing_of_a_text(config: Mapping[str, Any]) -> str:
+    """Why a model cannot be trained on a text alone, by the config of a manifest; empty if it can."""
+    if "vocab_size" in config:
+        return ""
+    if config.get("kind") != ImportedModel.__name__:
+        return "it is a layer"
+    own = ImportedModel.from_dict(config)
+    others = [f"'{name}'" for name in own.inputs if name not in _FED]
+    if own.loss != CROSS_ENTROPY or not own.shift:
+        kind = f"{own.loss}{', not of the next token' if own.loss == CROSS_ENTROPY else ''}"
+        return f"its loss is {kind}, and must be --loss cross-entropy of logits [batch, sequence, classes]"
+    if others:
+        return f"of a text come 'input_ids', 'attention_mask' and 'labels', and it takes {', '.join(others)}"
+    return "its 'input_ids' look up no table, so that the number of tokens it knows is not known"
