@@ -5,6 +5,7 @@ Under pytest-xdist the tests of a file whose tests share what is dear to make st
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -14,6 +15,9 @@ from hypothesis import settings
 pytest.register_assert_rewrite("report_tools", "routes")
 settings.register_profile("fast", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("fast")
+# The workers and some hundred processes that tests start import the package: without files of bytecode each
+# would compile it anew, which takes as long as what most of them are for.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Their tests share sessions, graphs, models or processes, so that on two workers these are made twice.
 # The tests of all other files go one by one to the worker that is free, after these.

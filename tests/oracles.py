@@ -7,14 +7,52 @@ the K slots run in slot order from +0.0 in that type; each result is rounded onc
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+Oracle = TypeVar("Oracle", bound=Callable[..., Any])
+_MOST = 4096  # answers of each, of small arrays
+
+
+def remembered(oracle: Oracle) -> Oracle:
+    """Answers are kept: the routes of an operator are asked the same, and scalar loops take long.
+
+    What is handed out are copies.
+    """
+    answers: OrderedDict[Any, Any] = OrderedDict()
+
+    @functools.wraps(oracle)
+    def answer(*arguments: Any, **named: Any) -> Any:
+        values = [*arguments, *(value for pair in sorted(named.items()) for value in pair)]
+        if sum(value.nbytes for value in values if isinstance(value, np.ndarray)) > 2**15:
+            return oracle(*arguments, **named)
+        key = (len(arguments), *map(_key, values))
+        if key not in answers:
+            answers[key] = oracle(*arguments, **named)
+            if len(answers) > _MOST:
+                answers.popitem(last=False)
+        return _copy(answers[key])
+
+    return answer  # type: ignore[return-value]
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype.name, value.shape, value.tobytes()
+    return tuple(value) if isinstance(value, list) else (type(value), value)
+
+
+def _copy(answer: Any) -> Any:
+    if isinstance(answer, tuple):
+        return tuple(map(_copy, answer))
+    return answer.copy() if isinstance(answer, np.ndarray) else answer
 
 
 def _acc(a: Array) -> type[np.floating[Any]]:
@@ -43,7 +81,7 @@ def _dot(a: Array, b: Array) -> float:
 
 def _experts_of(routing_map: Array, t: int) -> list[int]:
     """Selected experts of token t, ascending; an int8 map selects where it is non-zero."""
-    return [e for e in range(routing_map.shape[1]) if routing_map[t, e] != 0]
+    return [e for e, chosen in enumerate(routing_map[t].tolist()) if chosen != 0]
 
 
 def _expert_major(routing_map: Array) -> list[tuple[int, int]]:
@@ -53,6 +91,7 @@ def _expert_major(routing_map: Array) -> list[tuple[int, int]]:
     return [(e, t) for e in range(experts) for t in range(tokens) if selected[t][e] != 0]
 
 
+@remembered
 @np.errstate(all="ignore")
 def init_routing_v2_grad(
     grad_expanded_x: Array,
@@ -81,6 +120,7 @@ def init_routing_v2_grad(
     return grad_x
 
 
+@remembered
 @np.errstate(all="ignore")
 def unpermute_grad(
     unpermuted_tokens_grad: Array,
@@ -129,6 +169,7 @@ def unpermute_grad(
     return g, q
 
 
+@remembered
 @np.errstate(all="ignore")
 def init_routing_v2(
     x: Array,
@@ -174,6 +215,7 @@ def init_routing_v2(
     return expanded, row_idx, counts, None
 
 
+@remembered
 @np.errstate(all="ignore")
 def unpermute(
     permuted_tokens: Array,
@@ -220,6 +262,7 @@ def unpermute(
     return totals.astype(dtype), index, index.copy(), permute_probs
 
 
+@remembered
 def permute(
     tokens: Array,
     routing_map: Array,
@@ -254,6 +297,7 @@ def permute(
     return moved, weights, np.array(slots, np.int32)
 
 
+@remembered
 @np.errstate(all="ignore")
 def permute_grad(
     permuted_token_output_grad: Array,
@@ -291,6 +335,7 @@ def _stable_sort(sorted_indices: Array) -> tuple[Array, Array]:
     return np.array(order, np.int32), np.array(values, np.int32)
 
 
+@remembered
 @np.errstate(all="ignore")
 def grouped_matmul(x: Array, weight: Array, group_sizes: Array, *, transpose_weight: int = 0) -> Array:
     """y[i] = x[i] @ weight[e], row by row and column by column; sums without an order."""
@@ -303,6 +348,7 @@ def grouped_matmul(x: Array, weight: Array, group_sizes: Array, *, transpose_wei
     return y
 
 
+@remembered
 @np.errstate(all="ignore")
 def grouped_matmul_weight_grad(
     x: Array, grad_y: Array, group_sizes: Array, *, transpose_weight: int = 0
@@ -347,6 +393,7 @@ def _expert_of_rows(group_sizes: Array) -> list[int]:
     return [e for e, size in enumerate(group_sizes.tolist()) for _ in range(size)]
 
 
+@remembered
 @np.errstate(all="ignore")
 def finalize(
     expanded_x: Array,
@@ -382,6 +429,7 @@ def finalize(
     return out
 
 
+@remembered
 @np.errstate(all="ignore")
 def finalize_grad(
     grad_y: Array,
@@ -444,10 +492,11 @@ def padded_slots(routing_map: Array, capacity: int) -> tuple[Array, Array, Array
     """(sorted_indices [E*C], out_index, permute_token_id) as the padded forward makes them."""
     tokens, experts = routing_map.shape
     taken: list[int] = []
+    chosen = routing_map.tolist()
     for e in range(experts):
         # A stable descending sort of the column: selected ascending, then the others ascending.
-        selected = [t for t in range(tokens) if routing_map[t, e] != 0]
-        others = [t for t in range(tokens) if routing_map[t, e] == 0]
+        selected = [t for t in range(tokens) if chosen[t][e] != 0]
+        others = [t for t in range(tokens) if chosen[t][e] == 0]
         taken += (selected + others)[:capacity]
     sorted_indices = np.array(taken, np.int32)
     out_index, token_id = _stable_sort(sorted_indices)

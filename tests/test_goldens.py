@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from golden_cases import CASES, STEPS, Arrays, Case, is_trained
-from routes import one_thread
+from routes import FAST, one_thread
 
 import moe_onnx
 from moe_onnx.build.optimizers import state_names
@@ -106,14 +106,15 @@ def check_tensors(case: Case, got: Arrays, kind: str) -> None:
 
 
 class Sessions(dict[str, Session]):
-    """Sessions by assembly, made when they are asked for."""
+    """Sessions by assembly, made when they are asked for: gradients and updates by the function bodies."""
 
     def __init__(self, models: Mapping[str, onnx.ModelProto]) -> None:
         super().__init__()
         self.models = models
 
     def __missing__(self, name: str) -> Session:
-        self[name] = Session(self.models[name], one_thread(), kernels="body")
+        kernels = "body" if name in ("grad", "apply") else FAST
+        self[name] = Session(self.models[name], one_thread(), kernels=kernels)
         return self[name]
 
 

@@ -10,16 +10,23 @@ import pytest
 from gradient_cases import CASES
 from gradient_tools import (
     FLOAT32_TOLERANCE,
+    LOSS,
     Array,
     Case,
     check_slopes,
     feed_of,
+    forward_all,
+    joint_feed,
+    joint_slopes,
+    make_joint_model,
     make_model,
+    prefix_of,
     run,
-    slopes,
+    runner,
+    side_by_side,
     weights_of,
 )
-from routes import try_all
+from routes import FAST, try_all
 
 import moe_onnx
 from moe_onnx.autodiff.registry import rules
@@ -47,50 +54,114 @@ def gradients_of(
 BY_OP = {op: [case for case in CASES if case.op == op] for op in dict.fromkeys(case.op for case in CASES)}
 
 
+def by_opset(cases: list[Case]) -> list[list[Case]]:
+    return [[case for case in cases if case.opset == opset] for opset in {case.opset: 0 for case in cases}]
+
+
 @pytest.mark.parametrize("op", BY_OP)
 def test_rule(op: str) -> None:
-    try_all(BY_OP[op], check_rule, str)
+    for cases in by_opset(BY_OP[op]):
+        check_rule(cases)
 
 
-def check_rule(case: Case) -> None:
+def check_rule(cases: list[Case]) -> None:
     rng = np.random.default_rng(7)
-    feed = {**feed_of(case), **weights_of(case, rng)}
-    plain = make_model(case)
-    names = [f"x{i}" for i in case.varied if i not in case.constant]
-    directions = slopes(plain, feed, names, rng)
-    expected = run(plain, feed)[0]
-    for shapes in ("static", "free"):
-        loss, gradients = gradients_of(case, shapes, feed)
-        np.testing.assert_allclose(loss, expected, rtol=1e-12, err_msg=shapes)
-        check_slopes(gradients, directions)
-    if case.domain and CASES.index(case) % 3:
-        return  # sessions of bodies take long to make
+    forward_all(cases, FAST)
+    feed = joint_feed(cases)
+    for case in cases:
+        feed |= weights_of(case, rng, prefix_of(case, cases))
+    call = runner(make_joint_model(cases, "static"), plain=True, kernels=FAST)
+    expected = call(feed)[1:]
+    varied = [[f"{prefix_of(case, cases)}x{i}" for i in case.varied] for case in cases]
+    moving = moving_of(cases)
+    directions = joint_slopes(lambda moved: call(moved)[1:], feed, moving, rng)
     single = {k: v.astype(np.float32) if v.dtype.kind == "f" else v for k, v in feed.items()}
-    for name, value in gradients_of(case, "symbolic", single, np.float32)[1].items():
-        scale = max(float(np.abs(gradients[name]).max(initial=0)), 1.0)
-        assert np.abs(value - gradients[name]).max(initial=0) <= FLOAT32_TOLERANCE * scale
+
+    def gradients(shapes: str, kernels: str, feed: dict[str, Array], dtype: type) -> dict[str, Array]:
+        model = make_joint_model(cases, shapes, dtype)
+        model = moe_onnx.differentiate(model, loss=LOSS, wrt=[name for names in varied for name in names])
+        onnx.checker.check_model(model, full_check=True)
+        return by_name(model, feed, kernels, dtype)
+
+    static = gradients("static", "body", feed, np.float64)
+    free = gradients("free", FAST, feed, np.float64)
+    symbolic = gradients("symbolic", FAST, single, np.float32)
+
+    def check(case: Case) -> None:
+        i = cases.index(case)
+        mine = [direction for direction in directions if direction[0] in moving[i]]
+        for shapes, found in (("static", static), ("free", free)):
+            loss = found[f"{prefix_of(case, cases)}{LOSS}"]
+            np.testing.assert_allclose(loss, expected[i], rtol=1e-12, err_msg=shapes)
+            check_slopes(found, mine)
+        for j, name in zip(case.varied, varied[i], strict=True):
+            assert static[name].shape == free[name].shape == symbolic[name].shape == case.inputs[j].shape
+            scale = max(float(np.abs(free[name]).max(initial=0)), 1.0)
+            assert np.abs(symbolic[name] - free[name]).max(initial=0) <= FLOAT32_TOLERANCE * scale
+
+    try_all(cases, check, str)
+
+
+def moving_of(cases: list[Case]) -> list[list[str]]:
+    """Of each case what finite differences can move."""
+    return [
+        [f"{prefix_of(case, cases)}x{i}" for i in case.varied if i not in case.constant] for case in cases
+    ]
+
+
+def by_name(
+    model: onnx.ModelProto, feed: dict[str, Array], kernels: str, dtype: type = np.float64
+) -> dict[str, Array]:
+    """Losses and gradients, these by the names of what they are for."""
+    values = runner(model, kernels=kernels)({value.name: feed[value.name] for value in model.graph.input})
+    assert all(value.dtype == dtype for value in values)
+    names = [output.name.removesuffix(".grad") for output in model.graph.output]
+    return dict(zip(names, values, strict=True))
 
 
 @pytest.mark.parametrize("op", BY_OP)
 def test_without_ranks(op: str) -> None:
     """Right, or a refusal that says what is missing."""
-    try_all([case for case in BY_OP[op] if case.used == (0,)], check_without_ranks, str)
+    for cases in by_opset([case for case in BY_OP[op] if case.used == (0,)]):
+        check_without_ranks(cases)
 
 
-def check_without_ranks(case: Case) -> None:
-    feed = feed_of(case)
-    try:
-        _, gradients = gradients_of(case, "unranked", feed)
-    except moe_onnx.GradientError as error:
-        message = str(error)
-    else:
-        message = ""
-        names = [f"x{i}" for i in case.varied if i not in case.constant]
-        plain = make_model(case, "unranked")
-        check_slopes(gradients, slopes(plain, feed, names, np.random.default_rng(7)))
-    if message:
-        assert re.search("rank|must be known|Opset 13", message)
-        assert "(node 'the_node')" in message and "Path from the loss: 'loss' <- Sum 'loss_node'" in message
+def check_without_ranks(cases: list[Case]) -> None:
+    done: dict[Case, onnx.ModelProto] = {}
+
+    def check_refusal(case: Case) -> None:
+        model = make_model(case, "unranked")
+        try:
+            done[case] = moe_onnx.differentiate(model, loss=LOSS, wrt=[f"x{i}" for i in case.varied])
+        except moe_onnx.GradientError as error:
+            message = str(error)
+            assert re.search("rank|must be known|Opset 13", message)
+            assert "(node 'the_node')" in message
+            assert "Path from the loss: 'loss' <- Sum 'loss_node'" in message
+
+    try_all(cases, check_refusal, str)
+    cases = list(done)
+    if not cases:
+        return
+    prefixes = [prefix_of(case, cases) for case in cases]
+    feed = joint_feed(cases)
+    found: dict[str, Array] = {}
+    for kernels, thirds in (("body", [0]), (FAST, [1, 2])):
+        chosen = [i for i in range(len(cases)) if i % 3 in thirds]
+        if chosen:
+            joint = side_by_side([done[cases[i]] for i in chosen], [prefixes[i] for i in chosen])
+            found |= by_name(joint, feed, kernels)
+    plain = side_by_side([make_model(case, "unranked") for case in cases], prefixes)
+    call = runner(plain, plain=True, kernels=FAST)
+    directions = joint_slopes(call, feed, moving_of(cases), np.random.default_rng(7))
+
+    def check(case: Case) -> None:
+        prefix = prefix_of(case, cases)
+        for i in case.varied:
+            assert found[f"{prefix}x{i}"].shape == case.inputs[i].shape
+        check_slopes(found, [direction for direction in directions if direction[0].startswith(prefix)])
+
+    try_all(cases, check, str)
 
 
 # At kinks, where finite differences say nothing: the convention of each rule.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ml_dtypes
@@ -81,6 +82,15 @@ def assert_within(got: Any, want: Any, bound: Any) -> None:
 
 
 def routing(size: str) -> tuple[Any, ...]:
+    """Drawn once, by loops; the generator goes on where they left it."""
+    state, hidden, *arrays = _routing(size)
+    rng = np.random.default_rng()
+    rng.bit_generator.state = state
+    return rng, hidden, *(array.copy() for array in arrays)
+
+
+@functools.cache
+def _routing(size: str) -> tuple[Any, ...]:
     tokens, experts, top_k, hidden = SIZES[size]
     rng = rng_of(size)
     expert_idx, routing_map, indices = oracles.random_routing(rng, tokens, experts, top_k)
@@ -93,7 +103,7 @@ def routing(size: str) -> tuple[Any, ...]:
         np.put_along_axis(routing_map, expert_idx, True, axis=1)
         pairs = [(e, t) for e in range(experts) for t in range(tokens) if routing_map[t, e]]
         indices = np.array([pairs.index((e, t)) for t in range(tokens) for e in expert_idx[t]], np.int32)
-    return rng, hidden, expert_idx, routing_map, indices
+    return rng.bit_generator.state, hidden, expert_idx, routing_map, indices
 
 
 @dtypes

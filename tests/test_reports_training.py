@@ -25,7 +25,7 @@ import onnxruntime as ort
 import pytest
 from golden_cases import Arrays, parameter_shapes, random_parameters, tiny_lm
 from report_tools import in_new_process
-from routes import NATIVE
+from routes import FAST, NATIVE
 from tiny_graph import TinyGraph
 
 import moe_onnx
@@ -58,11 +58,11 @@ def layer(**options: Any) -> moe_onnx.MoeLayerConfig:
     return moe_onnx.MoeLayerConfig(**{**small, **options})
 
 
-def session(model: onnx.ModelProto, **settings: Any) -> moe_onnx.InferenceSession:
+def session(model: onnx.ModelProto, kernels: str = FAST, **settings: Any) -> moe_onnx.InferenceSession:
     options = ort.SessionOptions()
     for name, value in {"intra_op_num_threads": 1, **settings}.items():
         setattr(options, name, value)
-    return moe_onnx.InferenceSession(model, options, kernels="body")
+    return moe_onnx.InferenceSession(model, options, kernels=kernels)
 
 
 def opened(config: Any, assembly: str = "grad", **settings: Any) -> moe_onnx.InferenceSession:
@@ -215,7 +215,7 @@ def padded_model(unroll: int) -> tuple[onnx.ModelProto, Arrays, list[str], list[
 def test_a11_a53_tokens_left_out_are_zero_and_teach_the_router_nothing(unroll: int) -> None:
     """prime-rl #2035, transformers #37123: half of the tokens padding: they add exactly 0, both ways."""
     model, feed, logits, added = padded_model(unroll)
-    s = session(model, intra_op_num_threads=2)
+    s = session(model, "body", intra_op_num_threads=2)
     out = run(s, feed)
     real = feed["attention_mask"].astype(bool).ravel()
     assert len(logits) == len(added) == 2 and real.sum() == 12
@@ -231,7 +231,7 @@ def test_a12_a_bad_token_stays_alone(unroll: int) -> None:
     """vllm-ascend #10579: NaN or inf in one token reaches no other token's output."""
     config = layer(unroll_experts=unroll)
     params, feed = random_parameters(config, 1), layer_batch(config, 9)
-    s = opened(config, "forward")
+    s = opened(config, "forward", kernels="body")
     good = run(s, {"hidden_states": feed["hidden_states"], **params})["output"]
     for bad in (np.nan, np.inf, -np.inf):
         x = feed["hidden_states"].copy()
@@ -248,7 +248,7 @@ def test_a13_a41_a54_one_graph_runs_every_routing(unroll: int) -> None:
     config = layer(num_experts=experts, num_experts_per_tok=1, unroll_experts=unroll, router_z_loss_coef=0.1)
     model = moe_onnx.build_training_graph(config, assembly="grad").model
     assert not {n.op_type for n in model.graph.node} & {"If", "Loop", "Scan", "NonZero"}
-    s, params = session(model), random_parameters(config, 2)
+    s, params = session(model, "body"), random_parameters(config, 2)
     all_last = {**params, "gate.weight": np.zeros_like(params["gate.weight"])}
     all_last["gate.weight"][-1] = 3
     for tokens in (33, 0, 1, 2, 3, 31, 32):
@@ -513,7 +513,7 @@ def test_a17_forty_repeats_of_a_step_give_one_result(unroll: int) -> None:
     """unsloth-zoo #1258: metrics, parameters and state have the same bytes every time."""
     config = small_lm(unroll)
     graph = moe_onnx.build_training_graph(config)
-    s = session(graph.model, intra_op_num_threads=2)
+    s = session(graph.model, "body", intra_op_num_threads=2)
     state = {i.name: np.zeros(i.shape, np.float32) for i in graph.manifest.graphs["step"].inputs_of("state")}
     hyper = {"lr": np.array(0.01, np.float32), "step": np.array(1)}
     feed = {**lm_batch(config, 4, 33), **random_parameters(config, 2), **state, **hyper}
@@ -528,7 +528,7 @@ def test_a36_bound_steps_equal_plain_runs(assembly: str) -> None:
     names = graph.manifest.parameter_names
     params: Arrays = random_parameters(config, 0)
     state = {n: np.zeros(shape, np.float32) for n, shape in graph.manifest.state_inputs.items()}
-    train = moe_onnx.TrainingSession(graph, lr=1e-2, parameters=params, kernels="body")
+    train = moe_onnx.TrainingSession(graph, lr=1e-2, parameters=params, kernels=FAST)
     plain = {name: session(model) for name, model in graph.models.items()}
     kept = []
     for number, (batch, length) in enumerate([(2, 9), (3, 4), (1, 17), (2, 9)], 1):

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 from golden_cases import CASES, Arrays, Case, is_trained, random_parameters
-from routes import OP_ROUTES
+from routes import FAST, OP_ROUTES
 
 import moe_onnx
 from moe_onnx.rewrite.to_float64 import to_float64
@@ -20,10 +20,10 @@ EPS, FINITE_DIFFERENCE = 1e-5, 2e-6
 BASE = CASES["mixtral"].config
 
 
-def session(model: onnx.ModelProto, threads: int = 1) -> moe_onnx.InferenceSession:
+def session(model: onnx.ModelProto, threads: int = 1, kernels: str = FAST) -> moe_onnx.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    return moe_onnx.InferenceSession(model, options, kernels="body")
+    return moe_onnx.InferenceSession(model, options, kernels=kernels)
 
 
 def grad_session(config: Any, threads: int = 1) -> moe_onnx.InferenceSession:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection
 
@@ -34,11 +35,19 @@ def function_body(op: str, opset: int = OLDEST_OPSET) -> onnx.FunctionProto:
             f"{opset}. Convert the model with onnx.version_converter first.",
             op=spec.name,
         )
-    rules = dict(re.findall(r"^\s*(\w+) = .*# check: (.+)$", spec.body, re.MULTILINE))
-    text = body_text(spec)
-    function = onnx.parser.parse_function(f'<domain: "{DOMAIN}", opset_import: ["" : {opset}]>\n{text}')
+    function = onnx.FunctionProto()
+    function.CopyFrom(_parsed(spec.name, spec.body, opset))
     function.doc_string = f"{spec.summary}\n\n{spec.formula}"
-    _name_nodes(function.node, spec.name, rules)
+    return function
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(op: str, body: str, opset: int) -> onnx.FunctionProto:
+    """The parsed text of a body with its nodes named: every session and every graph of bodies needs it."""
+    rules = dict(re.findall(r"^\s*(\w+) = .*# check: (.+)$", body, re.MULTILINE))
+    text = _without_comments(body)
+    function = onnx.parser.parse_function(f'<domain: "{DOMAIN}", opset_import: ["" : {opset}]>\n{text}')
+    _name_nodes(function.node, op, rules)
     return function
 
 
@@ -50,7 +59,11 @@ def missing_bodies(model: onnx.ModelProto, used: Collection[str], opset: int) ->
 
 def body_text(spec: OpSpec) -> str:
     """The ONNX text of a body without its comments, which onnx's parser does not know."""
-    return "\n".join(line.split("#")[0] for line in spec.body.splitlines())
+    return _without_comments(spec.body)
+
+
+def _without_comments(body: str) -> str:
+    return "\n".join(line.split("#")[0] for line in body.splitlines())
 
 
 def _name_nodes(nodes: object, prefix: str, rules: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import traceback
@@ -71,7 +72,7 @@ def validate(
         raise OptionError(f"ub_size must be a number of bytes > 0, got {ub_size}.")
     families.load()
     subject = open_subject(model, Options(level, target or "", ub_size, seed))
-    report = Report(subject.name, level, target or "", versions=_versions())
+    report = Report(subject.name, level, target or "", versions=dict(_versions()))
     for known in LEVELS[: LEVELS.index(level) + 1]:
         subject.errors = tuple(dict.fromkeys(finding.code for finding in report.of_severity("error")))
         for one in CHECKS:
@@ -106,6 +107,7 @@ def _run(one: Check, subject: Subject, report: Report) -> None:
     report.checks.append(CheckRun(one.name, one.level, one.summary, seconds, len(findings), tuple(skipped)))
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     found = {"moe_onnx": PACKAGE_VERSION}
     for package in ("onnx", "onnxruntime", "onnxruntime-extensions", "numpy"):
