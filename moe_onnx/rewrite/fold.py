@@ -71,7 +71,7 @@ def _fold_node(graph: ir.Graph, node: ir.Node, version: int, notes: Notes) -> No
     if is_op(node, "SequenceAt"):
         _slice(graph, node, notes, place)
         return
-    same = _unchanged(node)
+    same = unchanged(node)
     if same is not None:
         notes.applied(node, f"gives '{same.name}' as it is", place)
         ir.convenience.replace_all_uses_with(out, same)
@@ -83,7 +83,7 @@ def _fold_node(graph: ir.Graph, node: ir.Node, version: int, notes: Notes) -> No
         _constant(graph, node, value, out)
 
 
-def _unchanged(node: ir.Node) -> ir.Value | None:
+def unchanged(node: ir.Node) -> ir.Value | None:
     """The input that a node gives back."""
     x = reads(node, 0)
     if x is None or any(attr.is_ref() for attr in node.attributes.values()):
