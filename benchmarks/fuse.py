@@ -1,10 +1,12 @@
-"""A layer whose weights are gathered for each pair, as torch exports it, before and after ``fuse``.
+"""A layer whose weights are gathered for each pair, as torch exports it, with and without ``fuse``.
 
-Every run is in a fresh process, of one thread: how far its peak (VmHWM) rises over what it held before the
-first run, and the median time of a step, forward alone and with the gradients of tokens and weights
-(``moe_onnx.differentiate``). Outputs and gradients are compared with those of the layer before.
+Forward alone, and a training step by ``moe_onnx.training_graph_from(fuse=...)``: loss, gradients of all
+weights and of the tokens, AdamW. Every run is in a fresh process, of one thread: how far its peak (VmHWM)
+rises over what it held after a run of one token, and the median time. Outputs, losses and norms of gradients
+are compared.
 
-    python benchmarks/fuse.py
+    python benchmarks/fuse.py                                   # two minutes
+    python benchmarks/fuse.py --tokens 16 64 --kernels body
 """
 
 from __future__ import annotations
@@ -26,15 +28,16 @@ from onnx import numpy_helper
 from operators import status
 
 import moe_onnx
-from moe_onnx.rewrite.passes import apply_passes
 
 LAYER = """
 <ir_version: 10, opset_import: ["": 21]>
-layer (float[T, {h}] x) => (float[T, {h}] y)
-<float[{e}, {h}] gate, float[{e}, {f2}, {h}] up, float[{e}, {h}, {f}] down, int64[1] last = {{-1}},
+layer (float[T, {h}] given) => (float[T, {h}] y)
+<float[{h}] norm, float[{e}, {h}] gate, float[{e}, {f2}, {h}] up, float[{e}, {h}, {f}] down,
+ int64[1] last = {{-1}},
  int64[1] one = {{1}}, int64[1] k = {{{k}}}, int64[3] times = {{1, {k}, 1}}, int64[2] flat = {{-1, {h}}},
  int64[3] pairs = {{-1, {k}, {h}}}>
 {{
+    x = Mul (given, norm)
     logits = Gemm <transB = 1> (x, gate)
     probs = Softmax <axis = -1> (logits)
     top, ids = TopK <axis = -1, largest = 1, sorted = 1> (probs, k)
@@ -68,82 +71,106 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64, 256, 1024])
+    parser.add_argument("--most-unfused", type=int, default=256, help="tokens of the largest unfused run")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--inner", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kernels", default="auto", help="auto, native, body")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        run_one(Path(args.one), args.tokens[0], args.hidden)
+        run_one(Path(args.one), args)
         return
     print(f"onnxruntime {ort.__version__}, E {args.experts}, K {args.top_k}, H {args.hidden}, F {args.inner}")
-    print("| tokens | graph | layer | peak MB | step ms | largest difference |")
+    print("| tokens | graph | layer | peak MB | median ms | largest difference |")
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        files = write(Path(folder), args)
+        write(Path(folder), args)
         for tokens in args.tokens:
-            for graph in ("forward", "gradients"):
-                results = [measure(files[layer, graph], tokens, args.hidden) for layer in ("before", "fused")]
-                for layer, result in zip(("before", "fused"), results, strict=True):
-                    pairs = zip(result["sums"], results[0]["sums"], strict=True)
+            for graph in ("forward", "step"):
+                before: dict[str, Any] = {}
+                for layer in ("unfused", "fused"):
+                    if layer == "unfused" and tokens > args.most_unfused:
+                        print(f"| {tokens} | {graph} | {layer} | not run | | |", flush=True)
+                        continue
+                    result = measure(Path(folder) / layer / graph, tokens, args)
+                    before = before or result
+                    pairs = zip(result["sums"], before["sums"], strict=True)
                     off = max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)
-                    print(
-                        f"| {tokens} | {graph} | {layer} | {result['peak_mb']:.0f} | {result['ms']:.2f} "
-                        f"| {off:.1e} |",
-                        flush=True,
-                    )
+                    said = f"{off:.1e}" if before is not result else ""
+                    cost = f"{result['peak_mb']:.0f} | {result['ms']:.2f}"
+                    print(f"| {tokens} | {graph} | {layer} | {cost} | {said} |", flush=True)
 
 
-def write(folder: Path, args: argparse.Namespace) -> dict[tuple[str, str], Path]:
-    """The layer before and after, each alone and with gradients."""
+def write(folder: Path, args: argparse.Namespace) -> None:
+    """The layer with and without fuse, alone and as a training step."""
     text = LAYER.format(h=args.hidden, f=args.inner, f2=2 * args.inner, e=args.experts, k=args.top_k)
-    before = onnx.parser.parse_model(text)
+    model = onnx.parser.parse_model(text)
     rng = np.random.default_rng(0)
     shapes = {
         "gate": (args.experts, args.hidden),
         "up": (args.experts, 2 * args.inner, args.hidden),
         "down": (args.experts, args.hidden, args.inner),
     }
+    model.graph.initializer.append(numpy_helper.from_array(np.ones(args.hidden, np.float32), "norm"))
     for name, shape in shapes.items():
         value = (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
-        before.graph.initializer.append(numpy_helper.from_array(value, name))
-    fused = apply_passes(before, ["fuse"]).model
-    files = {}
-    for layer, model in {"before": before, "fused": fused}.items():
-        graphs = {"forward": model, "gradients": moe_onnx.differentiate(model, loss="y", wrt=["x", *shapes])}
-        for name, graph in graphs.items():
-            files[layer, name] = folder / f"{layer}-{name}.onnx"
-            onnx.save(graph, files[layer, name])
-    return files
+        model.graph.initializer.append(numpy_helper.from_array(value, name))
+    for fuse in (False, True):
+        target = folder / ("fused" if fuse else "unfused")
+        graph = moe_onnx.training_graph_from(
+            model, loss="mean-squared-error", output="y", assembly="step", fuse=fuse
+        )
+        assert bool(graph.manifest.config["fused"]) == fuse
+        graph.save(target / "step")
+        (target / "forward").mkdir()
+        done = moe_onnx.rewrite_model(model, ["fuse"]).model if fuse else model
+        onnx.save(done, target / "forward" / "model.onnx")
 
 
-def measure(path: Path, tokens: int, hidden: int) -> dict[str, Any]:
+def measure(path: Path, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
     """A run in a process of its own."""
-    command = [sys.executable, __file__, "--one", str(path), "--tokens", str(tokens), "--hidden", str(hidden)]
+    more = {"--hidden": args.hidden, "--repeats": args.repeats, "--kernels": args.kernels}
+    command = [sys.executable, __file__, "--one", str(path), "--tokens", str(tokens)]
+    command += [str(word) for pair in more.items() for word in pair]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-def run_one(path: Path, tokens: int, hidden: int) -> None:
+def run_one(path: Path, args: argparse.Namespace) -> None:
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.enable_cpu_mem_arena = 1, False
-    session = moe_onnx.InferenceSession(onnx.load(path), options)
-    x = np.random.default_rng(1).standard_normal((tokens, hidden)).astype(np.float32)
+    rng = np.random.default_rng(1)
+    x, target = (rng.standard_normal((args.tokens[0], args.hidden)).astype(np.float32) for _ in range(2))
+    if path.name == "step":
+        trained = moe_onnx.TrainingSession(path, lr=1e-4, sess_options=options, kernels=args.kernels)
+
+        def run(rows: int) -> list[float]:
+            metrics = trained.step({"given": x[:rows], "target": target[:rows]})
+            return [float(metrics["loss"]), float(metrics["grad_norm"])]
+    else:
+        session = moe_onnx.InferenceSession(onnx.load(path / "model.onnx"), options, kernels=args.kernels)
+
+        def run(rows: int) -> list[float]:
+            (y,) = session.run(None, {"given": x[:rows]})
+            return [float(np.sqrt(np.sum(np.square(y, dtype=np.float64))))]
+
+    run(1)  # makes the session
     # What loading the model took, at its peak and what it has freed since, is not the run's.
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
-    outputs = session.run(None, {"x": x})
+    sums = run(len(x))
     peak = status("VmHWM") - before
     times = []
-    for _ in range(5):
+    for _ in range(args.repeats):
         start = time.perf_counter()
-        session.run(None, {"x": x})
+        run(len(x))
         times.append(time.perf_counter() - start)
-    sums = [float(np.sqrt(np.sum(np.square(value, dtype=np.float64)))) for value in outputs]
     print(json.dumps({"peak_mb": peak / 2**20, "ms": 1e3 * float(np.median(times)), "sums": sums}))
 
 

@@ -8,11 +8,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx.parser
+import onnxruntime as ort
 import pytest
-from onnx import NodeProto
+from onnx import NodeProto, TensorProto, helper
 
 import moe_onnx
 from moe_onnx.operators import ALL
+from moe_onnx.operators._body import _CONSTANTS, IN_FLOAT64, body, integer_code, is_not_map, precision
+from moe_onnx.runtime.ort_values import to_ort_value
 
 CODE = """
 import sys
@@ -87,3 +92,60 @@ def test_no_body_has_a_node_that_nothing_reads(op: str) -> None:
     read = {*body.output, *(name for node in nodes for name in node.input)}
     read |= {output.name for node in nodes for a in node.attribute for output in a.g.output}
     assert [node.name for node in nodes if not read.intersection(node.output)] == []
+
+
+FLOATS = ["bfloat16", "float16", "float", "double"]
+OTHERS = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+
+
+@pytest.mark.parametrize("level", ["ORT_DISABLE_ALL", "ORT_ENABLE_ALL"])
+def test_one_number_tells_each_dtype(level: str) -> None:
+    """A rule looks up element 0 by the exclusive or, and -1 would be element 0 as well."""
+    codes = body(
+        "Codes (x) => (precision, in_float64, integer, int32_differs, map_dtype)",
+        precision("precision", "x"),
+        IN_FLOAT64,
+        integer_code("integer", "x"),
+        "    int32_differs = BitwiseXor (integer, int32_code)",
+        is_not_map("map_dtype", "x"),
+    )
+    function = onnx.parser.parse_function(f'<domain: "test", opset_import: ["" : 21]>\n{codes}')
+    types = {name: getattr(TensorProto, name.upper()) for name in (*FLOATS, *OTHERS)}
+    kinds = {"precision": "double", "in_float64": "bool", "integer": "int64"}
+    kinds |= {"int32_differs": "int64", "map_dtype": "int64"}
+    nodes, outputs = [], []
+    for name in types:
+        made = [f"{name}_{kind}" for kind in kinds]
+        nodes.append(helper.make_node("Codes", [name], made, domain="test"))
+        outputs += [
+            helper.make_tensor_value_info(one, types[kind], [1])
+            for one, kind in zip(made, kinds.values(), strict=True)
+        ]
+    inputs = [helper.make_tensor_value_info(name, type_, ["N"]) for name, type_ in types.items()]
+    imports = [helper.make_opsetid("", 21), helper.make_opsetid("test", 1)]
+    graph = helper.make_graph(nodes, "codes", inputs, outputs)
+    model = helper.make_model(graph, functions=[function], opset_imports=imports, ir_version=10)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
+    session = ort.InferenceSession(model.SerializeToString(), options)
+    feed = {
+        name: to_ort_value(np.zeros(2, helper.tensor_dtype_to_np_dtype(type_)))
+        for name, type_ in types.items()
+    }
+    values = session.run_with_ort_values(None, feed)
+    found = {
+        output.name: value.numpy()[0] for output, value in zip(session.get_outputs(), values, strict=True)
+    }
+    assert [name for name in types if found[f"{name}_int32_differs"] == 0] == ["int32"]
+    assert all(found[f"{name}_int32_differs"] != -1 for name in types)
+    assert [name for name in types if found[f"{name}_map_dtype"] == 0] == ["bool", "int8"]
+    assert all(found[f"{name}_map_dtype"] >= 0 for name in types)
+    assert [name for name in types if found[f"{name}_in_float64"]] == ["double"]
+    grows = [found[f"{name}_precision"] for name in FLOATS]
+    assert grows == sorted(set(grows))
+    assert all(found[f"{name}_precision"] < grows[0] for name in OTHERS)
+    named = {
+        name: float(_CONSTANTS[f"{name}_code"].split("{")[1][:-1])
+        for name in ("bfloat16", "float32", "float64")
+    }
+    assert list(named.values()) == [grows[0], grows[2], grows[3]]

@@ -60,7 +60,7 @@ ROOMS = {
     },
 }
 ROOMS["inspection"] = {*ROOMS["validation"], "validation"}
-ROOMS["imported"] = {"errors", "spec", "storage", "autodiff", "build", "validation"}
+ROOMS["imported"] = {"errors", "spec", "storage", "autodiff", "build", "rewrite", "validation"}
 NOT_ALLOWED = {
     "errors": {"numpy", "onnx", "onnxruntime", "onnxruntime_extensions"},
     "spec": {"numpy", "onnx", "onnxruntime", "onnxruntime_extensions"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 from onnx import numpy_helper, parser
 
 import moe_onnx
+from moe_onnx.build.training_graph import TrainingGraph
 from moe_onnx.cli import main
 from moe_onnx.rewrite.to_float64 import to_float64
 
@@ -508,6 +510,66 @@ def test_the_command_writes_all_or_nothing(tmp_path: Path) -> None:
         main, ["train-graph", str(tmp_path / "forward.onnx"), "--loss", "cross-entropy", "-o", str(tmp_path)]
     )
     assert run.exit_code == 2 and "overwritten" in run.output
+
+
+def unmasked(ids: str = "input_ids", rank: int = 2) -> onnx.ModelProto:
+    """A language model that sees its own token alone, and takes no mask."""
+    free = ", ".join(("batch", "sequence")[-rank:])
+    text = f"""lm (int64[{free}] {ids}) => (float[{free}, 11] scores) {{
+      e = Gather(embed__weight, {ids})
+      scores = MatMul(e, head__weight)
+    }}"""
+    return model_of(text, embed__weight=normal(11, 4), head__weight=normal(4, 11))
+
+
+def test_a_language_model_without_a_mask_by_the_commands(tmp_path: Path) -> None:
+    def run(*words: str, code: int = 0) -> str:
+        result = CliRunner().invoke(main, list(words))
+        assert result.exit_code == code, result.output
+        return " ".join(result.output.split())
+
+    model, out, tokens = tmp_path / "lm.onnx", str(tmp_path / "out"), tmp_path / "ids.npy"
+    onnx.save(unmasked(), model)
+    run("train-graph", str(model), "--loss", "cross-entropy", "-o", out)
+    ids = np.random.default_rng(0).integers(0, 11, 203)
+    np.save(tokens, ids)
+    sizes = ("--batch-size", "3", "--sequence-length", "9")
+    told = json.loads(run("eval", out, "--tokens", str(tokens), *sizes, "--json"))
+    weights = dict(TrainingGraph.load(out).weights.parameters())
+    scores = (weights["embed.weight"] @ weights["head.weight"])[ids]
+    losses = [  # the last of a sequence predicts nothing
+        cross_entropy(scores[i : i + 1], ids[i + 1 : i + 2])[0] for i in range(202) if i % 9 != 8
+    ]
+    assert told["tokens"] == len(losses) == 180
+    assert told["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+    run_folder = str(tmp_path / "run")
+    run("train", out, "--tokens", str(tokens), *sizes, "--steps", "4", "--eval-every", "2", "-o", run_folder)
+    assert "eval_loss" in (tmp_path / "run" / "metrics.jsonl").read_text("utf-8")
+    told = run("generate", out, "--checkpoint", run_folder, "--prompt-ids", "1,2", "--max-new-tokens", "3")
+    assert told.rsplit(" ", 1)[-1].startswith("1,2,") and told.count(",") == 4
+    assert "parameters" in run("inspect", out, "--batch-size", "2", "--sequence-length", "4")
+    (tmp_path / "text.txt").write_text("abc" * 99)
+    told = run("train", out, "--text", str(tmp_path / "text.txt"), "-o", str(tmp_path / "no"), code=2)
+    assert "its bytes are the tokens, and the model knows 11 (give its --tokenizer)" in told
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "words"),
+    [
+        (unmasked("tokens"), "cross-entropy", "and it takes 'tokens'"),
+        (unmasked(rank=1), "cross-entropy", "its loss is cross-entropy, not of the next token"),
+        (mlp(), "mean-squared-error", "its loss is mean-squared-error, and must be --loss cross-entropy"),
+    ],
+)
+def test_what_a_text_alone_cannot_train_says_what_is_missing(
+    model: onnx.ModelProto, loss: str, words: str, tmp_path: Path
+) -> None:
+    moe_onnx.training_graph_from(model, loss=loss, assembly="grad+apply+eval").save(tmp_path / "out")
+    np.save(tmp_path / "ids.npy", np.arange(9))
+    for command in (["train", "-o", str(tmp_path / "run")], ["eval"]):
+        tokens = ["--tokens", str(tmp_path / "ids.npy")]
+        result = CliRunner().invoke(main, [command[0], str(tmp_path / "out"), *tokens, *command[1:]])
+        assert result.exit_code == 2 and words in " ".join(result.output.split()), result.output
 
 
 def test_a_manifest_that_does_not_fit_is_found() -> None:

@@ -199,7 +199,7 @@ def whole() -> ModelProto:
 
 
 # fuse has nothing to do here: test_fuse.py.
-@pytest.mark.parametrize("name", [name for name in PASSES if name != "fuse"])
+@pytest.mark.parametrize("name", [name for name in PASSES if name not in ("fold", "fuse", "contrib-moe")])
 def test_every_pass_is_told_verified_and_idempotent(name: str) -> None:
     model = whole()
     before = model.SerializeToString(deterministic=True)

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from torch_exports import (
+    ARCHITECTURES,
     OPTIMIZER,
     VOCABULARY,
     adamw_difference,
     export_language_model,
     language_model,
     largest_difference,
+    logits_difference,
+    moe_layers,
+    own_name,
     torch_loss,
 )
 
 import moe_onnx
+from moe_onnx.cli import main
 
 pytestmark = [
     pytest.mark.parity,
@@ -88,25 +97,34 @@ def test_small_networks(name: str, exporter: str, tmp_path: Path) -> None:
     assert adamw_difference(graph, model, batches, loss_of) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "OLMoE"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_language_models_of_transformers(name: str, tmp_path: Path) -> None:
+    """Every MoE layer is fused; logits, loss, every gradient and three steps are torch's."""
     pytest.importorskip("onnxscript", reason="torch.onnx.export(dynamo=True) needs onnxscript")
     model = language_model(name)
     path = export_language_model(model, tmp_path / "lm.onnx")
     graph = moe_onnx.training_graph_from(
         path, loss="cross-entropy", assembly="grad+apply+forward", optimizer=OPTIMIZER
     )
+    config = graph.manifest.config
+    assert len(config["fused"]) == moe_layers(model) > 0 and not config["not_fused"]
+    ours = Counter(node.op_type for node in graph.models["grad"].graph.node if node.domain == "ascend.moe")
+    assert ours["MoeGroupedMatmulWeightGrad"] == 2 * moe_layers(model) == 2 * ours["MoeInitRoutingV2Grad"]
+    assert {own_name(one) for one in graph.manifest.parameter_names} == {
+        n for n, _ in model.named_parameters()
+    }
     rng = np.random.default_rng(1)
     # Other sizes than those of the export.
     batches = [{"input_ids": rng.integers(0, VOCABULARY, shape)} for shape in ((2, 9), (1, 4), (3, 7))]
     for batch in batches:
         ids = batch["input_ids"]
+        assert logits_difference(graph, model, ids) <= 1e-5
         loss = torch_loss(model, ids)
-        of_loss, of_gradients = largest_difference(graph, model, {**batch, "labels": ids}, loss)
-        assert of_loss <= 1e-5 and of_gradients <= 1e-5
+        both = largest_difference(graph, model, {**batch, "labels": ids}, loss, least=1e-30)
+        assert max(both) <= 1e-5
     assert adamw_difference(graph, model, batches, lambda m, b: torch_loss(m, b["input_ids"])) <= 1e-5
     graph.save(tmp_path / "out")
-    assert not [f for f in moe_onnx.validate(tmp_path / "out" / "grad.onnx") if f.severity == "error"]
+    assert not [f for f in moe_onnx.validate(tmp_path / "out" / "grad.onnx") if f.severity != "note"]
 
 
 def test_an_optimized_export_has_its_weights_in_torchs_layout(tmp_path: Path) -> None:
@@ -124,10 +142,42 @@ def test_an_optimized_export_has_its_weights_in_torchs_layout(tmp_path: Path) ->
     assert len(ours) == len(theirs)
 
 
+def readme() -> tuple[list[str], list[str]]:
+    """Blocks of Python and of a shell in the README's section."""
+    section = README.read_text("utf-8").split("## Train any ONNX model")[1].split("\n## ")[0]
+    blocks = [
+        re.findall(rf"^```{kind}\n(.*?)^```", section, re.MULTILINE | re.DOTALL) for kind in ("py", "sh")
+    ]
+    return blocks[0], blocks[1]
+
+
+def test_the_readmes_export_of_a_language_model_trains_by_its_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    pytest.importorskip("onnxscript", reason="torch.onnx.export(dynamo=True) needs onnxscript")
+    (export, _), (commands, _) = readme()
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    torch.manual_seed(0)
+    exec(export, {})
+    told = {}
+    for line in commands.splitlines():
+        words = shlex.split(line, comments=True)
+        result = CliRunner().invoke(main, words[1:])
+        assert words[0] == "moe-onnx" and result.exit_code == 0, result.output
+        told[words[1]] = result.output
+    assert len(re.findall("^fused ", told["train-graph"], re.MULTILINE)) == 2
+    assert "verified random inputs" in told["train-graph"]
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text("utf-8").splitlines()]
+    assert len(rows) == 60 and rows[-1]["loss"] < 0.6 * rows[0]["loss"]
+    assert told["generate"].startswith("The ") or "The " in told["generate"]
+
+
 def test_the_readmes_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxscript", reason="torch.onnx.export(dynamo=True) needs onnxscript")
-    section = README.read_text("utf-8").split("## Train any ONNX model")[1].split("\n## ")[0]
-    (code,) = re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    (_, code), _ = readme()
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(code, names)

@@ -113,8 +113,27 @@ def own_name(name: str) -> str:
     return name.removeprefix("lm.").replace("self_attn.weight", "self_attn.in_proj_weight")
 
 
+def moe_layers(model: Any) -> int:
+    """How many layers of a module have experts."""
+    return sum(name.endswith(".experts") for name, _ in model.named_modules())
+
+
+def logits_difference(graph: moe_onnx.TrainingGraph, model: Any, ids: np.ndarray) -> float:
+    """Largest difference of the graph ``forward`` from the module, relative to the largest of the logits."""
+    import torch
+
+    found = moe_onnx.TrainingSession(graph, assembly="").forward({"input_ids": ids})["logits"]
+    with torch.no_grad():
+        theirs = model(input_ids=torch.from_numpy(ids), use_cache=False).logits.numpy()
+    return float(np.abs(found - theirs).max() / np.abs(theirs).max())
+
+
 def largest_difference(
-    graph: moe_onnx.TrainingGraph, model: Any, batch: dict[str, np.ndarray], loss: Any
+    graph: moe_onnx.TrainingGraph,
+    model: Any,
+    batch: dict[str, np.ndarray],
+    loss: Any,
+    least: float = 1e-3,
 ) -> tuple[float, float]:
     """Of the loss, and of all gradients together, relative to the largest of each gradient.
 
@@ -123,6 +142,7 @@ def largest_difference(
         model: The module.
         batch: Of the graph.
         loss: Of torch, for the same batch.
+        least: What the largest of a gradient is taken for where it is smaller: some are 0 but for rounding.
     """
     model.zero_grad()
     loss.backward()
@@ -131,7 +151,7 @@ def largest_difference(
     ours = {own_name(info.name): found[info.gradient] for info in graph.manifest.parameters}
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
     worst = max(
-        float(np.abs(ours[name] - theirs[name]).max() / max(np.abs(theirs[name]).max(), 1e-3))
+        float(np.abs(ours[name] - theirs[name]).max() / max(np.abs(theirs[name]).max(), least))
         for name in theirs
     )
     return abs(float(found["loss"]) - loss.item()), worst

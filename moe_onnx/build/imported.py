@@ -12,6 +12,7 @@ from moe_onnx.errors import ConfigError
 CROSS_ENTROPY, SQUARED_ERROR = "cross-entropy", "mean-squared-error"
 LABELS, TARGET = "labels", "target"
 Shape = tuple[int | str, ...]
+_FED = ("input_ids", "attention_mask", LABELS)  # what is made of a text
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class ImportedModel(Options):
         tied: Parameters that the model reads in several places.
         split: Parameters that shared an initializer, by name; the values are what it was called.
         renamed: Parameters whose initializer had a made-up name, likewise.
+        fused: MoE layers that are ``ascend.moe`` nodes now: by the node that was their end, what was done.
+        not_fused: What looked like one and stayed as it was: the first condition that did not hold.
+        verified: How the fused model was compared with the one before: a line for each set of inputs.
         producer: Who wrote the model.
 
     Raises:
@@ -49,6 +53,9 @@ class ImportedModel(Options):
     tied: tuple[str, ...] = ()
     split: dict[str, str] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
+    fused: dict[str, str] = field(default_factory=dict)
+    not_fused: dict[str, str] = field(default_factory=dict)
+    verified: tuple[str, ...] = ()
     producer: str = ""
 
     def __post_init__(self) -> None:
@@ -61,7 +68,7 @@ class ImportedModel(Options):
         self.check_int("ignore_index", low=-(2**63))
         self.check_int("vocab_size", low=0)
         self.check_bool("shift")
-        for name in ("inputs", "limits", "split", "renamed"):
+        for name in ("inputs", "limits", "split", "renamed", "fused", "not_fused"):
             if not isinstance(getattr(self, name), Mapping):
                 raise self.refuse(name, "a table")
         for limit in self.limits.values():
@@ -72,9 +79,11 @@ class ImportedModel(Options):
         except (TypeError, ValueError):
             raise self.refuse("inputs", "dtype and shape by name") from None
         object.__setattr__(self, "inputs", inputs)
-        if isinstance(self.tied, str) or not all(isinstance(name, str) for name in self.tied):
-            raise self.refuse("tied", "names of parameters")
-        object.__setattr__(self, "tied", tuple(self.tied))
+        for name, what in (("tied", "names of parameters"), ("verified", "lines of text")):
+            lines = getattr(self, name)
+            if not isinstance(lines, (list, tuple)) or not all(isinstance(one, str) for one in lines):
+                raise self.refuse(name, what)
+            object.__setattr__(self, name, tuple(lines))
 
     def to_dict(self) -> dict[str, Any]:
         """The config as plain data, its kind under ``"kind"``."""
@@ -97,3 +106,19 @@ class ImportedModel(Options):
             if name != "kind" and name not in known:
                 raise ConfigError(f"{cls.__name__}: there is no option {name!r}.")
         return cls(**{name: value for name, value in data.items() if name != "kind"})
+
+
+def missing_of_a_text(config: Mapping[str, Any]) -> str:
+    """Why a model cannot be trained on a text alone, by the config of a manifest; empty if it can."""
+    if "vocab_size" in config:
+        return ""
+    if config.get("kind") != ImportedModel.__name__:
+        return "it is a layer"
+    own = ImportedModel.from_dict(config)
+    others = [f"'{name}'" for name in own.inputs if name not in _FED]
+    if own.loss != CROSS_ENTROPY or not own.shift:
+        kind = f"{own.loss}{', not of the next token' if own.loss == CROSS_ENTROPY else ''}"
+        return f"its loss is {kind}, and must be --loss cross-entropy of logits [batch, sequence, classes]"
+    if others:
+        return f"of a text come 'input_ids', 'attention_mask' and 'labels', and it takes {', '.join(others)}"
+    return "its 'input_ids' look up no table, so that the number of tokens it knows is not known"

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 import moe_onnx
+from moe_onnx.build.imported import missing_of_a_text
 from moe_onnx.build.moe_options import DTYPES, FORMS
 from moe_onnx.build.recipe import Schedule
 from moe_onnx.build.training_graph import TrainingGraph
@@ -199,11 +200,18 @@ def train(
     else:
         how = Schedule(**{name: value for name, value in given.items() if value is not None})
         built = TrainingGraph.load(graph)
-    if "vocab_size" not in built.manifest.config:
+    if missing := missing_of_a_text(built.manifest.config):
         raise OptionError(
-            "moe-onnx train trains language models; train a layer with moe_onnx.TrainingSession."
+            f"moe-onnx train trains language models, and this is none: {missing}. Train it by "
+            "moe_onnx.TrainingSession."
         )
     reader = None if text is None else huggingface.tokenizer_of(tokenizer, built)
+    if text is not None and reader is None and (known := built.manifest.config["vocab_size"]) != 256:
+        CONSOLE.print(
+            f"{text}: its bytes are the tokens, and the model knows {known:,} (give its --tokenizer)",
+            markup=False,
+            soft_wrap=True,
+        )
     source = (text or tokens) if reader is None else huggingface.tokens_of(reader, text, built)  # type: ignore[arg-type]
     data = TokenDataset(
         source,  # type: ignore[arg-type]  # one of them is given

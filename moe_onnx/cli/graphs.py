@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import onnx
 from rich.filesize import decimal
@@ -28,7 +29,7 @@ def print_manifest(manifest: Manifest) -> None:
     """Print config, optimizer and parameters."""
     table = Table(title="Model", show_header=False, title_justify="left")
     for name, value in manifest.config.items():
-        table.add_row(name, str(value))
+        table.add_row(name, _FEW_WORDS.get(name, str)(value))
     table.add_row("optimizer", ", ".join(f"{k}={v}" for k, v in (manifest.optimizer or {}).items()))
     state = sum(p.size * len(p.state) for p in manifest.parameters)
     table.add_row("parameters", f"{manifest.num_parameters:,} in {len(manifest.parameters)} tensors")
@@ -40,6 +41,14 @@ def print_manifest(manifest: Manifest) -> None:
         table.add_row("capacity", f"{manifest.dispatch['expert_capacity']} rows of each expert")
     table.add_row("graphs", f"{', '.join(manifest.graphs)}; optimized for {manifest.optimize_for}")
     CONSOLE.print(table)
+
+
+# Of what is long: train-graph prints it in full, and it stands in manifest.json.
+_FEW_WORDS: dict[str, Callable[[Any], str]] = {
+    "fused": lambda layers: ", ".join(layers) or "none",
+    "not_fused": lambda layers: "\n".join(f"{name}: {why}" for name, why in layers.items()) or "none",
+    "verified": lambda lines: f"with {len(lines)} sets of inputs" if lines else "nothing was fused",
+}
 
 
 def print_operators(models: Mapping[str, onnx.ModelProto], *, short: bool = False) -> None:

@@ -45,6 +45,12 @@ from moe_onnx.imported.training import training_graph_from
 @click.option("--weight-decay", type=float, help="Of the optimizer.")
 @click.option("--optimize-for", type=click.Choice(list(FORMS)), default="body", show_default=True)
 @click.option(
+    "--fuse/--no-fuse",
+    default=True,
+    show_default=True,
+    help="Whether MoE layers of standard operators become ascend.moe nodes, if the same values come out.",
+)
+@click.option(
     "-o",
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -71,6 +77,11 @@ def train_graph(
       moe-onnx train-graph lm.onnx --loss cross-entropy --params '!*embed*' --optimizer sgd -o model
       moe-onnx train-graph net.onnx --loss mean-squared-error --output y -o model
       moe-onnx train-graph net.onnx --loss total_loss -o model
+      moe-onnx train-graph lm.onnx --loss cross-entropy --no-fuse -o model
+
+    MoE layers are fused first (passes fold and fuse of moe-onnx rewrite), and the model is run before and
+    after. What was fused, what was left and why is printed, and stands in manifest.json; where an output
+    differs, all stays as it was.
 
     Weights stay in the model's files until model.safetensors is written, one after the other. What becomes of
     merged, renamed and tied weights is said here and stands in manifest.json.
@@ -94,8 +105,19 @@ def train_graph(
         ERRORS.print(str(one.message), markup=False)
     graph.save(out)
     graphs.print_graphs(graph)
+    _print_layers(ImportedModel.from_dict(graph.manifest.config))
     _print_changes(ImportedModel.from_dict(graph.manifest.config))
     CONSOLE.print(f"written to {out}", markup=False)
+
+
+def _print_layers(config: ImportedModel) -> None:
+    """MoE layers that were fused and not, and how that was verified."""
+    for node, text in config.fused.items():
+        CONSOLE.print(f"fused    {node}: {text}", markup=False, soft_wrap=True)
+    for node, text in config.not_fused.items():
+        CONSOLE.print(f"left     {node}: {text}", markup=False, soft_wrap=True)
+    for line in config.verified:
+        CONSOLE.print(f"verified {line}", markup=False, soft_wrap=True)
 
 
 def _print_changes(config: ImportedModel) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from moe_onnx.build.imported import missing_of_a_text
 from moe_onnx.build.manifest import Manifest
 from moe_onnx.cli import huggingface
 from moe_onnx.cli.heatmap import write_heatmap
@@ -235,8 +236,8 @@ def opened(
     with CONSOLE.status(f"loading {graphs} ..."):
         manifest = Manifest.from_json((graphs / "manifest.json").read_bytes())
         manifest.graph(assembly)
-        if "vocab_size" not in manifest.config:
-            raise ModelError(f"'{graphs}' must hold the graphs of a language model, got those of a layer.")
+        if missing := missing_of_a_text(manifest.config):
+            raise ModelError(f"'{graphs}' must hold the graphs of a language model: {missing}.")
         options = default_options(threads)
         session = TrainingSession(graphs, kernels=kernels, sess_options=options, assembly="")
         if found is None:

@@ -51,6 +51,8 @@ HELP = inspect.cleandoc(
       moe-onnx rewrite model/grad.onnx --passes expand -o plain.onnx
       moe-onnx rewrite model/grad.onnx --passes expand,strip --dry-run
       moe-onnx rewrite export.onnx --passes strip:functions+docs -o small.onnx --report report.json
+      moe-onnx rewrite export.onnx --passes fold,fuse -o trainable.onnx
+      moe-onnx rewrite trainable.onnx --passes contrib-moe -o served.onnx
       moe-onnx rewrite model.onnx --passes to_float64 -o double.onnx --inputs batch.npz
 
     Exit codes: 0 done (also where no pass had anything to do), 1 the rewritten model does something else, or

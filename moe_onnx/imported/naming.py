@@ -12,9 +12,11 @@ import onnx_ir as ir
 
 from moe_onnx.imported.modules import BUFFERS, MADE_UP, kind_of, modules_of, owns
 from moe_onnx.imported.weights import read, sizes_of
+from moe_onnx.spec import DOMAIN
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
 Use = Any  # a node and the slot that it reads a value in: onnx-ir has no public type for it
+_TURNED = ("Cast", "Concat", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 _READ_AS_WEIGHT = {"MatMul": 1, "Gemm": 1, "Conv": 1, "ConvTranspose": 1, "Gather": 0, "GatherND": 0}
 
 
@@ -126,9 +128,25 @@ def _may_be_merged(tensor: ir.TensorProtocol, name: str) -> bool:
 
 def _is_matrix(value: ir.Value) -> bool:
     """Whether a product or a lookup reads a value as its matrix."""
-    return len(value.shape or ()) > 1 and any(
-        _READ_AS_WEIGHT.get(use.node.op_type) == use.idx and use.node.domain == "" for use in value.uses()
-    )
+    if len(value.shape or ()) < 2:
+        return False
+    uses = [use for use in value.uses() if use.node.domain == ""]
+    return any(_READ_AS_WEIGHT.get(use.node.op_type) == use.idx for use in uses) or _is_experts(value)
+
+
+def _is_experts(value: ir.Value) -> bool:
+    """Whether experts' products read a value: as it is, turned, or put together with other experts'."""
+    seen, waiting = {value}, [value]
+    while waiting:
+        for use in waiting.pop().uses():
+            node = use.node
+            if node.domain == DOMAIN and node.op_type == "MoeGroupedMatmul" and use.idx == 1:
+                return True
+            out = node.outputs[0] if node.domain == "" and node.op_type in _TURNED else None
+            if out is not None and out not in seen:
+                seen.add(out)
+                waiting.append(out)
+    return False
 
 
 def _rename(graph: ir.Graph, value: ir.Value, done: Weights, names: set[str]) -> bool:

@@ -12,13 +12,18 @@ from onnx_ir.passes import common as passes
 from moe_onnx.autodiff.bodies import inline_functions
 from moe_onnx.build.draft import IR_VERSION, OPSET
 from moe_onnx.errors import ModelError, ModelFileError
+from moe_onnx.spec import DOMAIN
 
 OLDEST_OPSET = 18  # that gradient rules can write for
 _SMALL = 1 << 10  # bytes: what is larger is a weight, which no converter has to see
 
 
-def read_model(model: onnx.ModelProto | str | os.PathLike[str]) -> ir.Model:
+def read_model(model: onnx.ModelProto | str | os.PathLike[str], folder: Path | None = None) -> ir.Model:
     """Read a model; tensors in external files stay there.
+
+    Args:
+        model: The model or its path.
+        folder: Where the external files of a ``ModelProto`` are, if it has some.
 
     Raises:
         ModelFileError: If there is no such file, or it is no model.
@@ -26,6 +31,8 @@ def read_model(model: onnx.ModelProto | str | os.PathLike[str]) -> ir.Model:
     """
     if isinstance(model, onnx.ModelProto):
         found = ir.from_proto(model)
+        if folder is not None:
+            ir.external_data.set_base_dir(found.graph, folder)
     else:
         path = Path(model)
         if not path.is_file():
@@ -42,6 +49,8 @@ def read_model(model: onnx.ModelProto | str | os.PathLike[str]) -> ir.Model:
     for value in graph.initializers.values():  # of old models, where each is an input, too
         if value in graph.inputs:
             graph.inputs.remove(value)
+    for key in [key for key in found.functions if key[0] == DOMAIN]:
+        del found.functions[key]  # the bodies of our operators, which every graph gets anew
     inline_functions(found)
     if imports[""] < OLDEST_OPSET:
         found = _converted(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,11 +17,12 @@ from moe_onnx.build.imported import CROSS_ENTROPY, LABELS, TARGET, ImportedModel
 from moe_onnx.build.parameters import Parameter
 from moe_onnx.errors import ModelError
 from moe_onnx.imported.choice import chosen
+from moe_onnx.imported.fusing import Fused
 from moe_onnx.imported.losses import MASK, is_builtin
 from moe_onnx.imported.naming import Weight, find_weights, places
 from moe_onnx.imported.reading import read_model
 from moe_onnx.imported.root import find_root, shape_of, shifts
-from moe_onnx.imported.simplify import cast_plainly, fold_sizes, slice_sequences
+from moe_onnx.imported.simplify import simplify
 from moe_onnx.imported.weights import ImportedWeights, read
 
 _MOST_BYTES = 1 << 30  # of constants that every graph carries: a protobuf holds 2 GiB
@@ -50,7 +50,7 @@ class Source:
 
 
 def prepare(
-    model: onnx.ModelProto | str | os.PathLike[str],
+    given: Fused,
     *,
     loss: str,
     params: Sequence[str] | None,
@@ -59,12 +59,9 @@ def prepare(
     shift: bool | None,
 ) -> Source:
     """Read a model and change it into a source of training graphs; arguments as of the public function."""
-    found = read_model(model)
+    found = read_model(given.model, given.folder)
     graph = found.graph
-    fold_sizes(graph, graph.opset_imports[""])
-    slice_sequences(graph)
-    infer(found)
-    cast_plainly(graph)
+    simplify(found)
     # Of all that may be trained: which weights are is known only when nodes are as they stay.
     floats = [str(value.name) for value in graph.initializers.values() if is_float(value)]
     while expand_bodies(found, str(find_root(graph, _values(graph), loss, output).name), floats):
@@ -93,6 +90,9 @@ def prepare(
         tied=tuple(weight.name for weight in weights if places(weight) > 1),
         split={w.name: known.split[w.name] for w in weights if w.name in known.split},
         renamed={w.name: known.renamed[w.name] for w in weights if w.name in known.renamed},
+        fused=given.fused,
+        not_fused=given.not_fused,
+        verified=given.verified,
         producer=found.producer_name or "",
     )
     if set(config.inputs) <= {"input_ids", MASK, LABELS} and config.shift and "input_ids" in limits:

@@ -17,7 +17,8 @@ from moe_onnx.build.forward import Forward
 from moe_onnx.build.imported import CROSS_ENTROPY
 from moe_onnx.build.optimizers import Optimizer
 from moe_onnx.build.training_graph import TrainingGraph, checked_choices, finished
-from moe_onnx.errors import ModelError
+from moe_onnx.errors import ModelError, OptionError
+from moe_onnx.imported.fusing import Fused, fused
 from moe_onnx.imported.losses import add_loss
 from moe_onnx.imported.root import shape_of
 from moe_onnx.imported.source import Source, prepare
@@ -37,6 +38,7 @@ def training_graph_from(
     ignore_index: int = -100,
     shift: bool | None = None,
     optimize_for: str = "body",
+    fuse: bool = True,
 ) -> TrainingGraph:
     """Make the graphs that train an ONNX model, such as an export of PyTorch.
 
@@ -50,6 +52,12 @@ def training_graph_from(
     folding transposed under a made-up name becomes ``<module>.weight`` again, in PyTorch's layout, or is tied
     to the parameter it is the transpose of. What is read in several places stays tied. The manifest's config
     lists all of it (``split``, ``renamed``, ``tied``).
+
+    MoE layers of standard operators become ``ascend.moe`` nodes first, as by ``rewrite_model(model, ["fold",
+    "fuse"])``, on the parameters that they had. Both models are run on the same inputs, and where an output
+    differs, or that cannot be found out, the model goes on as it was, with a warning: right, but slow. The
+    manifest's config says of each layer what was done (``fused``) or the first condition that did not hold
+    (``not_fused``), and how that was ``verified``.
 
     Args:
         model: A ``ModelProto``, or a path. Opsets before 18 are converted by onnx's converter.
@@ -70,6 +78,7 @@ def training_graph_from(
             the model has an ``attention_mask``, between real tokens only), as language models are trained;
             None: where logits have three axes.
         optimize_for: As of :func:`moe_onnx.build_training_graph`.
+        fuse: Whether to look for MoE layers at all.
 
     Returns:
         A :class:`TrainingGraph` with the model's weights, for :class:`TrainingSession`.
@@ -83,14 +92,17 @@ def training_graph_from(
         ConfigError: If assembly, optimizer or optimize_for is none of the legal ones.
 
     Warns:
-        UserWarning: If experts are missing, or a loop has as many turns as in a trace; if weights have lost
-            their names for good.
+        UserWarning: If fused layers could not be verified, and stay as they were; if experts are missing, or
+            a loop has as many turns as in a trace; if weights have lost their names for good.
     """
     names, optimizer = checked_choices(
         "training_graph_from", "grad+apply+eval" if assembly is None else assembly, optimizer, optimize_for
     )
+    if not isinstance(fuse, bool):
+        raise OptionError(f"fuse must be True or False, got {fuse!r}.")
     chosen = [params] if isinstance(params, str) else params
-    source = prepare(model, loss=loss, params=chosen, output=output, ignore_index=ignore_index, shift=shift)
+    given = fused(model) if fuse else Fused(model)
+    source = prepare(given, loss=loss, params=chosen, output=output, ignore_index=ignore_index, shift=shift)
     _warn_of_traces(model)
     if assembly is None and set(source.outputs) - {source.config.loss}:
         names.append("forward")

@@ -14,15 +14,38 @@ are compared all at once, and -1 stands for "none" in lookups: it is the last el
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-_CONSTANTS = {"minus_one": -1, "zero": 0, "one": 1, "two": 2}
+# What a dtype makes of these numbers tells which it is. The double survives as far as its precision goes:
+# no integer, and no float of 8 bits, keeps what bfloat16 keeps.
+_BFLOAT16 = 1.5 + 2**-6
+_FLOAT32 = _BFLOAT16 + 2**-9 + 2**-20
+_FLOAT64 = _FLOAT32 + 2**-40
+# Its low 32 bits are a negative int32, the low 16 and 8 bits others: only int32 makes that of it.
+_INTEGER = 0x1_8010_0005
+_INT32 = 0x8010_0005 - 2**32
+
+_CONSTANTS = {
+    "minus_one": "value_ints = [-1]",
+    "zero": "value_ints = [0]",
+    "one": "value_ints = [1]",
+    "two": "value_ints = [2]",
+    "three": "value_ints = [3]",
+    "bfloat16_code": f"value = double[1] {{{_BFLOAT16!r}}}",
+    "float32_code": f"value = double[1] {{{_FLOAT32!r}}}",
+    "float64_code": f"value = double[1] {{{_FLOAT64!r}}}",
+    "integer_probe": f"value_ints = [{_INTEGER}]",
+    "int32_code": f"value_ints = [{_INT32}]",
+    "map_probe": "value_ints = [500]",
+    "map_shift": "value_ints = [12]",
+}
 
 
 def body(signature: str, *parts: str) -> str:
     """A whole body in ONNX text: ``Name <attributes> (inputs) => (outputs)`` and its parts."""
     text = "\n".join(parts)
     constants = "".join(
-        f"\n    {name} = Constant <value_ints = [{value}]> ()"
+        f"\n    {name} = Constant <{value}> ()"
         for name, value in _CONSTANTS.items()
         if re.search(rf"\b{name}\b", text)
     )
@@ -52,14 +75,53 @@ def lookup(rule: str, flags: str, before: str, after: str) -> str:
     {after} = Gather <axis = 0> ({before}, {flags})  # check: {rule}"""
 
 
-def checks(prefix: str, before: str, *rules: tuple[str, str]) -> str:
-    """A chain of one-element checks ``(rule, bad)``; the last one gives ``{prefix}``."""
+def checks(prefix: str, before: str, *rules: tuple[str, ...]) -> str:
+    """A chain of checks; the last one gives ``{prefix}``.
+
+    A rule is ``(rule, bad)``, broken where a boolean of one element is true, or ``(rule, a, b)``, broken
+    where two integers of one element differ. Those of a kind are looked at all at once: a chain costs a node
+    a rule then. A difference may be negative, but for -1, which a lookup would take for the last element.
+    """
+    bads = [rule for rule in rules if len(rule) == 2]
+    equal = [rule for rule in rules if len(rule) == 3]
     text = ""
-    for number, (rule, bad) in enumerate(rules, 1):
+    flags: dict[tuple[str, ...], str] = {}
+    if len(bads) > 3:
+        flags |= {rule: f"{prefix}_bad_{number}" for number, rule in enumerate(bads, 1)}
+        text += f"""
+    {prefix}_bad = Concat <axis = 0> ({", ".join(bad for _, bad in bads)})
+    {prefix}_bad_long = Cast <to = 7> ({prefix}_bad)"""
+        text += _split([flags[rule] for rule in bads], f"{prefix}_bad_long")
+    if len(equal) > 1:
+        flags |= {rule: f"{prefix}_differ_{number}" for number, rule in enumerate(equal, 1)}
+        text += _differences(prefix, equal)
+        text += _split([flags[rule] for rule in equal], f"{prefix}_differ")
+    elif equal:
+        flags[equal[0]] = f"{prefix}_differ"
+        text += f"""
+    {prefix}_differ = BitwiseXor ({equal[0][1]}, {equal[0][2]})"""
+    for number, rule in enumerate(rules, 1):
         after = prefix if number == len(rules) else f"{prefix}_{number}"
-        text += check(rule, bad, before=before, after=after)
+        if rule in flags:
+            text += lookup(rule[0], flags[rule], before, after)
+        else:
+            text += check(rule[0], rule[1], before=before, after=after)
         before = after
     return text
+
+
+def _differences(prefix: str, rules: Sequence[tuple[str, ...]]) -> str:
+    """``{prefix}_differ`` is 0 where the two integers of a rule are equal: their exclusive or."""
+    left, right = (", ".join(rule[i] for rule in rules) for i in (1, 2))
+    return f"""
+    {prefix}_left = Concat <axis = 0> ({left})
+    {prefix}_right = Concat <axis = 0> ({right})
+    {prefix}_differ = BitwiseXor ({prefix}_left, {prefix}_right)"""
+
+
+def _split(outs: Sequence[str], tensor: str) -> str:
+    return f"""
+    {", ".join(outs)} = Split <axis = 0, num_outputs = {len(outs)}> ({tensor})"""
 
 
 def sizes_agree(prefix: str, before: str, *rules: tuple[str, str, str, str]) -> str:
@@ -68,15 +130,15 @@ def sizes_agree(prefix: str, before: str, *rules: tuple[str, str, str, str]) -> 
     ``applies`` is 0 or 1, sizes are not negative: their exclusive or is 0 where they are equal and
     positive where they are not. The last check gives ``{prefix}``.
     """
-    left, right, applies = (", ".join(rule[i] for rule in rules) for i in (1, 2, 3))
-    flags = [f"{prefix}_{number}_differ" for number in range(1, len(rules) + 1)]
-    text = f"""
-    {prefix}_left = Concat <axis = 0> ({left})
-    {prefix}_right = Concat <axis = 0> ({right})
+    applies = ", ".join(rule[3] for rule in rules)
+    flags = [f"{prefix}_{number}_differs" for number in range(1, len(rules) + 1)]
+    text = (
+        _differences(prefix, rules)
+        + f"""
     {prefix}_applies = Concat <axis = 0> ({applies})
-    {prefix}_all_differ = BitwiseXor ({prefix}_left, {prefix}_right)
-    {prefix}_differ = Mul ({prefix}_all_differ, {prefix}_applies)
-    {", ".join(flags)} = Split <axis = 0, num_outputs = {len(rules)}> ({prefix}_differ)"""
+    {prefix}_broken = Mul ({prefix}_differ, {prefix}_applies)"""
+    )
+    text += _split(flags, f"{prefix}_broken")
     for number, (rule, flag) in enumerate(zip(rules, flags, strict=True), 1):
         after = prefix if number == len(rules) else f"{prefix}_{number}"
         text += lookup(rule[0], flag, before, after)
@@ -91,13 +153,11 @@ def is_there(out: str, *sizes: str) -> str:
     {out} = Min ({out}_sizes, one)"""
 
 
-def is_not_rank(out: str, tensor: str, rank: str) -> str:
-    """``out`` is true where ``tensor`` does *not* have the rank that the size ``rank`` gives."""
+def rank_of(out: str, tensor: str) -> str:
+    """``out`` is the rank of ``tensor``, for the rules of ``checks``."""
     return f"""
     {out}_shape = Shape ({tensor})
-    {out}_rank = Shape ({out}_shape)
-    {out}_equal = Equal ({out}_rank, {rank})
-    {out} = Not ({out}_equal)"""
+    {out} = Shape ({out}_shape)"""
 
 
 def is_not(out: str, a: str, b: str) -> str:
@@ -113,6 +173,12 @@ def is_outside(out: str, value: str, low: str, high: str) -> str:
     {out}_below = Less ({value}, {low})
     {out}_above = GreaterOrEqual ({value}, {high})
     {out} = Or ({out}_below, {out}_above)"""
+
+
+def flag_squared(flag: str) -> str:
+    """``{flag}_squared`` for ``checks``: 0 and 1 alone are their own squares, also modulo 2^64."""
+    return f"""
+    {flag}_squared = Mul ({flag}, {flag})"""
 
 
 def count_up(out: str, n: str) -> str:
@@ -228,67 +294,58 @@ def run_time_zero(tensor: str) -> str:
 
 
 def precision(out: str, tensor: str) -> str:
-    """The dtype of ``tensor`` as a size: -1 no float, 0 bfloat16, 1 float16, 2 float32, 3 float64.
+    """A number that stands for the dtype of ``tensor``, growing with its precision.
 
-    Which of 1/2, 1 + 2^-10, 1 + 2^-20 and 1 + 2^-40 survive the dtype tells it. Runtimes fold this
-    to a constant when they load the model, and keep one branch of an ``If`` on it.
+    bfloat16_code, float32_code and float64_code are those of these; what holds no floats of 16 bits or more
+    is below bfloat16_code. Runtimes fold this to a constant when they load the model, and keep one branch of
+    an ``If`` on it.
     """
-    probes = ", ".join(repr(probe) for probe in (0.5, 1 + 2**-10, 1 + 2**-20, 1 + 2**-40))
-    return f"""
-    {out}_probes = Constant <value = double[4] {{{probes}}}> ()
-    {out}_cast = CastLike ({out}_probes, {tensor})
-    {out}_back = Cast <to = 11> ({out}_cast)
-    {out}_alive = Equal ({out}_back, {out}_probes)
-    {out}_long = Cast <to = 7> ({out}_alive)
-    {out}_count = ReduceSum <keepdims = 1> ({out}_long)
-    {out} = Sub ({out}_count, one)"""
+    return _image(out, "float64_code", tensor, 11)
+
+
+# For per_precision. In the body itself: of a Cast that changes nothing and whose output a branch reads,
+# onnxruntime 1.32 removes the output too.
+IN_FLOAT64 = """
+    in_float64 = Equal (precision, float64_code)"""
 
 
 def is_not_float(out: str, precision_of_tensor: str) -> str:
     """``out`` is true where a tensor, given by its ``precision``, holds no floats."""
     return f"""
-    {out} = Less ({precision_of_tensor}, zero)"""
+    {out} = Less ({precision_of_tensor}, bfloat16_code)"""
 
 
-def is_not_int32(out: str, tensor: str) -> str:
-    """``out`` is true where ``tensor`` is not int32: -1 and 2^20 survive that, 2^32 wraps to 0."""
-    return _is_not_integer(out, tensor, "-1, 1048576, 4294967296", "-1, 1048576, 0")
+def integer_code(out: str, tensor: str) -> str:
+    """A number that stands for the dtype of ``tensor``, int32_code for int32: for the rules of ``checks``."""
+    return _image(out, "integer_probe", tensor, 7)
 
 
 def is_not_map(out: str, tensor: str) -> str:
-    """``out`` is true where ``tensor`` is neither int8 (300 wraps to 44) nor bool (all is 1)."""
-    int8 = _is_not_integer(f"{out}_int8", tensor, "-1, 300", "-1, 44")
-    as_bool = _is_not_integer(f"{out}_bool", tensor, "-1, 300", "1, 1")
-    return f"""{int8}{as_bool}
-    {out} = And ({out}_int8, {out}_bool)"""
+    """``out`` is 0 where ``tensor`` is int8 (500 wraps to -12) or bool (all is 1), otherwise positive."""
+    image = _image(f"{out}_image", "map_probe", tensor, 7)
+    return f"""{image}
+    {out}_int8 = Add ({out}_image, map_shift)
+    {out}_bool = Sub ({out}_image, one)
+    {out} = Mul ({out}_int8, {out}_bool)"""
 
 
-def _is_not_integer(out: str, tensor: str, probes: str, images: str) -> str:
+def _image(out: str, probe: str, tensor: str, back: int) -> str:
     return f"""
-    {out}_probes = Constant <value_ints = [{probes}]> ()
-    {out}_images = Constant <value_ints = [{images}]> ()
-    {out}_cast = CastLike ({out}_probes, {tensor})
-    {out}_back = Cast <to = 7> ({out}_cast)
-    {out}_alive = Equal ({out}_back, {out}_images)
-    {out}_long = Cast <to = 7> ({out}_alive)
-    {out}_all = ReduceMin <keepdims = 1> ({out}_long)
-    {out} = Less ({out}_all, one)"""
+    {out}_cast = CastLike ({probe}, {tensor})
+    {out} = Cast <to = {back}> ({out}_cast)"""
 
 
-def per_precision(outputs: tuple[str, ...], precision_of_tensor: str, text: str) -> str:
-    """``text`` once in float64 and once in float32, chosen by a ``precision``.
+def per_precision(outputs: tuple[str, ...], text: str) -> str:
+    """``text`` once in float64 and once in float32, chosen by ``IN_FLOAT64``.
 
     In ``text``, ``$DTYPE`` is the dtype to widen to and ``$`` before a name makes it the branch's own.
     A cast that changes nothing costs a copy where it makes an output; runtimes drop it before an Identity.
     """
     branches = []
-    flag = f"{outputs[0]}_in_float64"
     results = "".join(f"\n    ${out}_result = Identity (${out})" for out in outputs)
     for branch, mark, to in (("then_branch", "d_", 11), ("else_branch", "f_", 1)):
         inner = (text + results).replace("$DTYPE", str(to)).replace("$", mark)
         outs = ", ".join(f"{mark}{out}_result" for out in outputs)
         branches.append(f"{branch} = {mark}sum () => ({outs}) {{ {inner} }}")
     return f"""
-    {flag}_size = Constant <value_ints = [3]> ()
-    {flag} = Equal ({precision_of_tensor}, {flag}_size)
-    {", ".join(outputs)} = If ({flag}) <{", ".join(branches)}>"""
+    {", ".join(outputs)} = If (in_float64) <{", ".join(branches)}>"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_onnx.errors import IndexValueError, ShapeError
 from moe_onnx.operators._arrays import Array, check_range
-from moe_onnx.operators._body import attribute, check, checks, is_not, is_not_rank, is_outside
+from moe_onnx.operators._body import attribute, check, checks, flag_squared, is_outside, rank_of
 from moe_onnx.spec import INDICES, Arg, Attr, Axes
 
 TRANSPOSE_WEIGHT = Attr(
@@ -57,18 +57,18 @@ def group_starts(op: str, group_sizes: Array, rows: int) -> list[tuple[int, int]
 
 ARGUMENTS = (
     attribute("transpose_weight")
-    + is_outside("bad_transpose", "transpose_weight", "zero", "two")
+    + flag_squared("transpose_weight")
     + """
     n = Shape <end = 1> (x)
     hidden = Shape <start = 1, end = 2> (x)
     num_experts = Shape <end = 1> (group_sizes)
     """
-    + is_not_rank("bad_x_rank", "x", "two")
-    + is_not_rank("bad_sizes_rank", "group_sizes", "one")
+    + rank_of("x_rank", "x")
+    + rank_of("sizes_rank", "group_sizes")
 )
-BAD_TRANSPOSE = ("transpose_weight must be 0 or 1", "bad_transpose")
-BAD_SIZES_DTYPE = ("group_sizes must be int32", "bad_sizes_dtype")
-BAD_SIZES_RANK = ("group_sizes must be 1-D", "bad_sizes_rank")
+BAD_TRANSPOSE = ("transpose_weight must be 0 or 1", "transpose_weight_squared", "transpose_weight")
+BAD_SIZES_DTYPE = ("group_sizes must be int32", "sizes_dtype", "int32_code")
+BAD_SIZES_RANK = ("group_sizes must be 1-D", "sizes_rank", "one")
 
 # The values are looked at only after the shapes, and rows only after the values.
 GROUPS = (
@@ -83,8 +83,7 @@ GROUPS = (
     sizes_in_range = Add (sizes_given, passed_size)
     num_grouped = ReduceSum <keepdims = 1> (sizes_in_range, zero)
     """
-    + is_not("bad_sum", "num_grouped", "n")
-    + checks("passed_sum", "passed", ("group_sizes must sum to the number of rows", "bad_sum"))
+    + checks("passed_sum", "passed", ("group_sizes must sum to the number of rows", "num_grouped", "n"))
     + """
     sizes = Add (sizes_in_range, passed_sum)
     groups_axis = Constant <value_int = 0> ()

@@ -114,8 +114,8 @@ def check_restore_shape(op: str, restore: tuple[int, ...] | None, name: str, sha
 # ONNX text for check_probs_dtype: bad_probs_dtype, from two precisions (0 is bfloat16, 2 float32).
 BAD_PROBS_DTYPE = """
     probs_same = Equal (precision, probs_precision)
-    rows_bfloat16 = Equal (precision, zero)
-    probs_float32 = Equal (probs_precision, two)
+    rows_bfloat16 = Equal (precision, bfloat16_code)
+    probs_float32 = Equal (probs_precision, float32_code)
     probs_mixed = And (rows_bfloat16, probs_float32)
     good_probs_dtype = Or (probs_same, probs_mixed)
     bad_probs_dtype = Not (good_probs_dtype)
@@ -128,10 +128,8 @@ RESTORE_SHAPE = """
     restore_padded = Concat <axis = 0> (restore, zero, zero)
     restore_head = Slice (restore_padded, zero, two, zero)
     restore_sizes = Max (restore_head, zero)
-    restore_below = Less (restore_head, zero)
-    restore_below_long = Cast <to = 7> (restore_below)
-    restore_any_below = ReduceMax <keepdims = 1> (restore_below_long)
-    restore_negative = Equal (restore_any_below, one)
+    restore_least = ReduceMin <keepdims = 1> (restore_head)
+    restore_negative = Less (restore_least, zero)
     restore_wrong = BitwiseXor (restore_len, two)
     restore_misfit = Min (restore_len, restore_wrong)
     restore_bad_len = Greater (restore_misfit, zero)

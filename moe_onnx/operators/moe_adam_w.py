@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moe_onnx.operators._arrays import Array, read
-from moe_onnx.operators._body import body, checks, is_not, is_not_rank, precision
+from moe_onnx.operators._body import body, checks, is_not, precision, rank_of
 from moe_onnx.spec import ANY, MASTERS, Arg, Axes, OpSpec, TensorInfo, require_same_dtype
 
 NAME = "MoeAdamW"
@@ -84,15 +84,14 @@ def _like_the_parameter(name: str) -> str:
     return (
         precision(f"{name}_precision", name)
         + is_not(f"bad_{name}_dtype", f"{name}_precision", "precision")
-        + is_not_rank(f"bad_{name}_rank", name, "rank")
+        + rank_of(f"{name}_rank", name)
     )
 
 
 def _shape_check(name: str, before: str, after: str) -> str:
     """Fail where a tensor has not the shape of the parameter; with a size more, as there may be no axes."""
     return f"""
-    {name}_shape = Shape ({name})
-    {name}_sizes = Concat <axis = 0> ({name}_shape, one)
+    {name}_sizes = Concat <axis = 0> ({name}_rank_shape, one)
     {name}_same = Equal (sizes, {name}_sizes)
     {name}_all = Cast <to = 7> ({name}_same)
     {name}_agree = ReduceMin <keepdims = 1> ({name}_all)
@@ -106,7 +105,7 @@ BODY = body(
     " => (parameter_updated, exp_avg_updated, exp_avg_sq_updated)",
     precision("precision", "parameter"),
     """
-    bad_dtype = Less (precision, two)
+    bad_dtype = Less (precision, float32_code)
     shape = Shape (parameter)
     rank = Shape (shape)
     num_factors = Shape <end = 1> (factors)
@@ -115,8 +114,7 @@ BODY = body(
     *map(_like_the_parameter, _TENSORS[1:]),
     precision("factors_precision", "factors"),
     is_not("bad_factors_dtype", "factors_precision", "precision"),
-    is_not_rank("bad_factors_rank", "factors", "one"),
-    is_not("bad_factors", "num_factors", "seven"),
+    rank_of("factors_rank", "factors"),
     checks(
         "passed_ranks",
         "zero",
@@ -125,8 +123,8 @@ BODY = body(
             (f"{name} must have the dtype of parameter", f"bad_{name}_dtype")
             for name in (*_TENSORS[1:], "factors")
         ],
-        *[(f"{name} must have the rank of parameter", f"bad_{name}_rank") for name in _TENSORS[1:]],
-        ("factors must be 1-D", "bad_factors_rank"),
+        *[(f"{name} must have the rank of parameter", f"{name}_rank", "rank") for name in _TENSORS[1:]],
+        ("factors must be 1-D", "factors_rank", "one"),
     ),
     """
     # Shapes of other ranks cannot be compared: only after the ranks.
@@ -136,7 +134,7 @@ BODY = body(
     _shape_check("gradient", "passed_ranks", "passed_gradient"),
     _shape_check("exp_avg", "passed_gradient", "passed_exp_avg"),
     _shape_check("exp_avg_sq", "passed_exp_avg", "passed_shapes"),
-    checks("passed", "passed_shapes", ("factors must be 7", "bad_factors")),
+    checks("passed", "passed_shapes", ("factors must be 7", "num_factors", "seven")),
     # Each factor from where the checks say that the tensor begins: at 0.
     "    begin = Squeeze (passed)",
     *[

@@ -12,18 +12,19 @@ import numpy as np
 
 from moe_onnx.operators._arrays import Array, check_range, check_unique, given, read, wide_dtype
 from moe_onnx.operators._body import (
+    IN_FLOAT64,
     attribute,
     body,
     check,
     checks,
+    integer_code,
     is_not,
     is_not_float,
-    is_not_int32,
-    is_not_rank,
     is_outside,
     is_there,
     per_precision,
     precision,
+    rank_of,
     rows_or_zeros,
     sizes_agree,
 )
@@ -187,11 +188,12 @@ BODY = body(
     " (expanded_x, expanded_row_idx, x1, x2, bias, scales, expert_idx) => (out)",
     attribute("drop_pad_mode"),
     precision("precision", "expanded_x"),
+    IN_FLOAT64,
     precision("x1_precision", "x1"),
     precision("x2_precision", "x2"),
     is_not_float("bad_rows_dtype", "precision"),
-    is_not_int32("bad_index_dtype", "expanded_row_idx"),
-    is_not_int32("bad_expert_dtype", "expert_idx"),
+    integer_code("index_dtype", "expanded_row_idx"),
+    integer_code("expert_dtype", "expert_idx"),
     is_not("bad_x1_dtype", "precision", "x1_precision"),
     is_not("bad_x2_dtype", "precision", "x2_precision"),
     """
@@ -202,27 +204,27 @@ BODY = body(
     is_column = Less (drop_pad_mode, two)
     """,
     is_outside("bad_mode", "drop_pad_mode", "zero", "four"),
-    is_not_rank("bad_rows_rank", "expanded_x", "want_rank"),
-    is_not_rank("bad_index_rank", "expanded_row_idx", "one"),
-    is_not_rank("bad_x1_rank", "x1", "two"),
-    is_not_rank("bad_x2_rank", "x2", "two"),
-    is_not_rank("bad_bias_rank", "bias", "two"),
-    is_not_rank("bad_scales_rank", "scales", "two"),
-    is_not_rank("bad_expert_rank", "expert_idx", "two"),
+    rank_of("rows_rank", "expanded_x"),
+    rank_of("index_rank", "expanded_row_idx"),
+    rank_of("x1_rank", "x1"),
+    rank_of("x2_rank", "x2"),
+    rank_of("bias_rank", "bias"),
+    rank_of("scales_rank", "scales"),
+    rank_of("expert_rank", "expert_idx"),
     checks(
         "passed",
         "zero",
         ("expanded_x must be float16, bfloat16, float32 or float64", "bad_rows_dtype"),
-        ("expanded_row_idx must be int32", "bad_index_dtype"),
-        ("expert_idx must be int32", "bad_expert_dtype"),
+        ("expanded_row_idx must be int32", "index_dtype", "int32_code"),
+        ("expert_idx must be int32", "expert_dtype", "int32_code"),
         ("drop_pad_mode must be 0, 1, 2 or 3", "bad_mode"),
-        ("expanded_x must be 2-D, or 3-D in drop/pad", "bad_rows_rank"),
-        ("expanded_row_idx must be 1-D", "bad_index_rank"),
-        ("x1 must be 2-D", "bad_x1_rank"),
-        ("x2 must be 2-D", "bad_x2_rank"),
-        ("bias must be 2-D", "bad_bias_rank"),
-        ("scales must be 2-D", "bad_scales_rank"),
-        ("expert_idx must be 2-D", "bad_expert_rank"),
+        ("expanded_x must be 2-D, or 3-D in drop/pad", "rows_rank", "want_rank"),
+        ("expanded_row_idx must be 1-D", "index_rank", "one"),
+        ("x1 must be 2-D", "x1_rank", "two"),
+        ("x2 must be 2-D", "x2_rank", "two"),
+        ("bias must be 2-D", "bias_rank", "two"),
+        ("scales must be 2-D", "scales_rank", "two"),
+        ("expert_idx must be 2-D", "expert_rank", "two"),
     ),
     """
     n = Shape <end = 1> (expanded_row_idx)
@@ -309,7 +311,7 @@ BODY = body(
     num_skips = Add (has_x1, has_x2)
     stack_shape = Concat <axis = 0> (num_skips, tokens_late, hidden)
     """,
-    per_precision(("out",), "precision", _SUM),
+    per_precision(("out",), _SUM),
 )
 
 SPEC = OpSpec(

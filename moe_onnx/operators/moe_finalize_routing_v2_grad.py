@@ -13,20 +13,22 @@ import numpy as np
 from moe_onnx.errors import AttributeValueError, LimitError
 from moe_onnx.operators._arrays import Array, check_range, check_unique, given, read, wide_dtype
 from moe_onnx.operators._body import (
+    IN_FLOAT64,
     LONG_ROWS,
     attribute,
     body,
     check,
     checks,
     count_up,
+    flag_squared,
     in_row_order,
+    integer_code,
     is_not,
     is_not_float,
-    is_not_int32,
-    is_not_rank,
     is_outside,
     per_precision,
     precision,
+    rank_of,
     row_dots,
     sizes_agree,
     with_zero_row,
@@ -225,12 +227,13 @@ BODY = body(
     attribute("expert_num"),
     attribute("expert_capacity"),
     precision("precision", "grad_y"),
+    IN_FLOAT64,
     precision("expanded_precision", "expanded_x"),
     is_not_float("bad_grad_dtype", "precision"),
-    is_not_int32("bad_index_dtype", "expanded_row_idx"),
-    is_not_int32("bad_expert_dtype", "expert_idx"),
+    integer_code("index_dtype", "expanded_row_idx"),
+    integer_code("expert_dtype", "expert_idx"),
     is_not("bad_expanded_dtype", "precision", "expanded_precision"),
-    is_outside("bad_mode", "drop_pad_mode", "zero", "two"),
+    flag_squared("drop_pad_mode"),
     """
     is_padded = Equal (drop_pad_mode, one)
     not_padded = Not (is_padded)
@@ -278,29 +281,29 @@ BODY = body(
     bad_product = And (is_padded, rows_above)
     padded_rows = Where (rows_above, zero, expert_rows)
     """,
-    is_not_rank("bad_grad_rank", "grad_y", "two"),
-    is_not_rank("bad_index_rank", "expanded_row_idx", "one"),
-    is_not_rank("bad_scales_rank", "scales", "two"),
-    is_not_rank("bad_expert_rank", "expert_idx", "two"),
-    is_not_rank("bad_bias_rank", "bias", "two"),
+    rank_of("grad_rank", "grad_y"),
+    rank_of("index_rank", "expanded_row_idx"),
+    rank_of("scales_rank", "scales"),
+    rank_of("expert_rank", "expert_idx"),
+    rank_of("bias_rank", "bias"),
     checks(
         "passed",
         "zero",
         ("grad_y must be float16, bfloat16, float32 or float64", "bad_grad_dtype"),
-        ("expanded_row_idx must be int32", "bad_index_dtype"),
-        ("expert_idx must be int32", "bad_expert_dtype"),
-        ("drop_pad_mode must be 0 or 1", "bad_mode"),
+        ("expanded_row_idx must be int32", "index_dtype", "int32_code"),
+        ("expert_idx must be int32", "expert_dtype", "int32_code"),
+        ("drop_pad_mode must be 0 or 1", "drop_pad_mode_squared", "drop_pad_mode"),
         ("active_num must not be negative", "active_below"),
         ("expert_num must not be negative", "bad_experts"),
         ("expert_capacity must not be negative", "bad_capacity"),
         ("expert_num must be positive in drop_pad mode without expanded_x", "bad_no_experts"),
         ("expert_capacity must be positive in drop_pad mode without expanded_x", "bad_no_capacity"),
-        ("grad_y must be 2-D", "bad_grad_rank"),
-        ("expanded_row_idx must be 1-D", "bad_index_rank"),
+        ("grad_y must be 2-D", "grad_rank", "two"),
+        ("expanded_row_idx must be 1-D", "index_rank", "one"),
         ("expanded_x must be 2-D, or 3-D in drop_pad mode", "bad_expanded_rank"),
-        ("scales must be 2-D", "bad_scales_rank"),
-        ("expert_idx must be 2-D", "bad_expert_rank"),
-        ("bias must be 2-D", "bad_bias_rank"),
+        ("scales must be 2-D", "scales_rank", "two"),
+        ("expert_idx must be 2-D", "expert_rank", "two"),
+        ("bias must be 2-D", "bias_rank", "two"),
         ("active_num must be below 2^31", "active_above"),
         ("expert_num * expert_capacity must be below 2^31", "bad_product"),
     ),
@@ -380,7 +383,6 @@ BODY = body(
     token_of_row = Where (has_no_slot, num_tokens, token_or_none)
     # Looked up in the shape of the result, E x C in drop/pad: to reshape the result would copy it.
     experts_capacity_rows = Concat <axis = 0> (experts, capacity, num_rows)
-    three = Add (two, one)
     leading_start = Where (is_padded, zero, two)
     leading_end = Where (is_padded, two, three)
     leading = Slice (experts_capacity_rows, leading_start, leading_end, zero)
@@ -415,7 +417,7 @@ BODY = body(
             slot_expert_and_none = Concat <axis = 0> (slot_expert, minus_one)
             bias_at = Gather <axis = 0> (slot_expert_and_none, slot_of_row)""",
     ),
-    per_precision(("scaled_rows", "some_grad_scales"), "precision", _ROWS),
+    per_precision(("scaled_rows", "some_grad_scales"), _ROWS),
     """
         },
         else_branch = without_scales () => (copied_rows, absent_grad_scales) {

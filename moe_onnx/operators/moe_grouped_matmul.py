@@ -12,14 +12,15 @@ import numpy as np
 
 from moe_onnx.operators._arrays import Array, read, wide_dtype
 from moe_onnx.operators._body import (
+    IN_FLOAT64,
     body,
     checks,
+    integer_code,
     is_not,
     is_not_float,
-    is_not_int32,
-    is_not_rank,
     per_precision,
     precision,
+    rank_of,
 )
 from moe_onnx.operators._groups import (
     ARGUMENTS,
@@ -130,12 +131,12 @@ BODY = body(
     "MoeGroupedMatmul <transpose_weight: int = 0> (x, weight, group_sizes) => (y)",
     ARGUMENTS,
     precision("precision", "x"),
+    IN_FLOAT64,
     is_not_float("bad_x_dtype", "precision"),
     precision("weight_precision", "weight"),
     is_not("bad_weight_dtype", "weight_precision", "precision"),
-    is_not_int32("bad_sizes_dtype", "group_sizes"),
-    "    three = Constant <value_ints = [3]> ()",
-    is_not_rank("bad_weight_rank", "weight", "three"),
+    integer_code("sizes_dtype", "group_sizes"),
+    rank_of("weight_rank", "weight"),
     """
     hidden_at = Add (one, transpose_weight)
     width_at = Sub (two, transpose_weight)
@@ -146,21 +147,24 @@ BODY = body(
     weight_hidden = Slice (weight_shape, hidden_at, behind_hidden, zero)
     width = Slice (weight_shape, width_at, behind_width, zero)
     """,
-    is_not("bad_experts", "weight_experts", "num_experts"),
-    is_not("bad_hidden", "weight_hidden", "hidden"),
     checks(
-        "passed",
+        "passed_ranks",
         "zero",
         ("x must be float16, bfloat16, float32 or float64", "bad_x_dtype"),
         BAD_SIZES_DTYPE,
         ("weight must have the dtype of x", "bad_weight_dtype"),
         BAD_TRANSPOSE,
-        ("x must be 2-D", "bad_x_rank"),
-        ("weight must be 3-D", "bad_weight_rank"),
+        ("x must be 2-D", "x_rank", "two"),
+        ("weight must be 3-D", "weight_rank", "three"),
         BAD_SIZES_RANK,
-        ("weight must have as many experts as group_sizes", "bad_experts"),
-        ("weight must have the hidden size of x", "bad_hidden"),
     ),
+    # One by one: where a rank is wrong, a size may be none or several.
+    checks(
+        "passed_experts",
+        "passed_ranks",
+        ("weight must have as many experts as group_sizes", "weight_experts", "num_experts"),
+    ),
+    checks("passed", "passed_experts", ("weight must have the hidden size of x", "weight_hidden", "hidden")),
     GROUPS,
     """
     # Only experts that have rows: the weight of the others is not even copied.
@@ -170,7 +174,7 @@ BODY = body(
     num_busy = Squeeze (num_busy_1)
     go_on = Constant <value = bool {1}> ()
     """,
-    per_precision(("y",), "precision", _PRODUCTS),
+    per_precision(("y",), _PRODUCTS),
 )
 
 SPEC = OpSpec(

@@ -9,14 +9,15 @@ import numpy as np
 
 from moe_onnx.operators._arrays import Array, read, wide_dtype
 from moe_onnx.operators._body import (
+    IN_FLOAT64,
     body,
     checks,
+    integer_code,
     is_not,
     is_not_float,
-    is_not_int32,
-    is_not_rank,
     per_precision,
     precision,
+    rank_of,
 )
 from moe_onnx.operators._groups import (
     ARGUMENTS,
@@ -113,28 +114,29 @@ BODY = body(
     "MoeGroupedMatmulWeightGrad <transpose_weight: int = 0> (x, grad_y, group_sizes) => (grad_weight)",
     ARGUMENTS,
     precision("precision", "x"),
+    IN_FLOAT64,
     is_not_float("bad_x_dtype", "precision"),
     precision("grad_precision", "grad_y"),
     is_not("bad_grad_dtype", "grad_precision", "precision"),
-    is_not_int32("bad_sizes_dtype", "group_sizes"),
-    is_not_rank("bad_grad_rank", "grad_y", "two"),
+    integer_code("sizes_dtype", "group_sizes"),
+    rank_of("grad_rank", "grad_y"),
     """
     grad_rows = Shape <end = 1> (grad_y)
     width = Shape <start = 1, end = 2> (grad_y)
     """,
-    is_not("bad_rows", "grad_rows", "n"),
     checks(
-        "passed",
+        "passed_ranks",
         "zero",
         ("x must be float16, bfloat16, float32 or float64", "bad_x_dtype"),
         BAD_SIZES_DTYPE,
         ("grad_y must have the dtype of x", "bad_grad_dtype"),
         BAD_TRANSPOSE,
-        ("x must be 2-D", "bad_x_rank"),
-        ("grad_y must be 2-D", "bad_grad_rank"),
+        ("x must be 2-D", "x_rank", "two"),
+        ("grad_y must be 2-D", "grad_rank", "two"),
         BAD_SIZES_RANK,
-        ("grad_y must have as many rows as x", "bad_rows"),
     ),
+    # By itself: where a rank is wrong, a size may be none or several.
+    checks("passed", "passed_ranks", ("grad_y must have as many rows as x", "grad_rows", "n")),
     GROUPS,
     """
     # The transpose of a product is the product of the other two, so nothing is transposed.
@@ -157,7 +159,7 @@ BODY = body(
     first_rows = Unsqueeze (first_row, one)
     end_rows = Unsqueeze (end_row, one)
     """,
-    per_precision(("grad_weight",), "precision", _PRODUCTS),
+    per_precision(("grad_weight",), _PRODUCTS),
 )
 
 SPEC = OpSpec(

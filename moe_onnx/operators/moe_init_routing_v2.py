@@ -18,11 +18,12 @@ from moe_onnx.operators._body import (
     check,
     checks,
     count_up,
+    flag_squared,
+    integer_code,
     is_not_float,
-    is_not_int32,
-    is_not_rank,
     is_outside,
     precision,
+    rank_of,
     sizes_agree,
     with_zero_row,
 )
@@ -179,9 +180,9 @@ BODY = body(
     attribute("expert_tokens_before_capacity_flag"),
     precision("precision", "x"),
     is_not_float("bad_x_dtype", "precision"),
-    is_not_int32("bad_idx_dtype", "expert_idx"),
-    is_not_rank("bad_x_rank", "x", "two"),
-    is_not_rank("bad_idx_rank", "expert_idx", "two"),
+    integer_code("idx_dtype", "expert_idx"),
+    rank_of("x_rank", "x"),
+    rank_of("idx_rank", "expert_idx"),
     """
     max_rows = Constant <value_ints = [2147483647]> ()
     bad_active = Less (active_num, zero)
@@ -200,13 +201,13 @@ BODY = body(
     rows_above = Greater (expert_rows, max_rows)
     num_rows = Where (rows_above, zero, expert_rows)
     """,
-    is_outside("bad_mode", "drop_pad_mode", "zero", "two"),
+    flag_squared("drop_pad_mode"),
     """
     flag_below = Less (expert_tokens_count_or_cumsum_flag, zero)
     flag_above = Greater (expert_tokens_count_or_cumsum_flag, two)
     bad_flag = Or (flag_below, flag_above)
     """,
-    is_outside("bad_before", "expert_tokens_before_capacity_flag", "zero", "two"),
+    flag_squared("expert_tokens_before_capacity_flag"),
     """
     is_padded = Equal (drop_pad_mode, one)
     not_padded = Not (is_padded)
@@ -231,18 +232,22 @@ BODY = body(
         "passed",
         "zero",
         ("x must be float16, bfloat16, float32 or float64", "bad_x_dtype"),
-        ("expert_idx must be int32", "bad_idx_dtype"),
+        ("expert_idx must be int32", "idx_dtype", "int32_code"),
         ("active_num must not be negative", "bad_active"),
         ("expert_capacity must not be negative", "bad_capacity"),
         ("expert_num must be in [0, 2^31)", "bad_experts"),
         ("expert_num * expert_capacity must be below 2^31", "bad_product"),
-        ("drop_pad_mode must be 0 or 1", "bad_mode"),
+        ("drop_pad_mode must be 0 or 1", "drop_pad_mode_squared", "drop_pad_mode"),
         ("expert_tokens_count_or_cumsum_flag must be 0, 1 or 2", "bad_flag"),
-        ("expert_tokens_before_capacity_flag must be 0 or 1", "bad_before"),
+        (
+            "expert_tokens_before_capacity_flag must be 0 or 1",
+            "expert_tokens_before_capacity_flag_squared",
+            "expert_tokens_before_capacity_flag",
+        ),
         ("expert_num must be positive in drop_pad mode and for counts", "bad_no_experts"),
         ("expert_capacity must be positive in drop_pad mode", "bad_no_capacity"),
-        ("x must be 2-D", "bad_x_rank"),
-        ("expert_idx must be 2-D", "bad_idx_rank"),
+        ("x must be 2-D", "x_rank", "two"),
+        ("expert_idx must be 2-D", "idx_rank", "two"),
     ),
     sizes_agree(
         "passed_sizes",

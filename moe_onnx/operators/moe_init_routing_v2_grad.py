@@ -13,16 +13,18 @@ import numpy as np
 
 from moe_onnx.operators._arrays import Array, check_range, check_unique, read, sum_of_slots
 from moe_onnx.operators._body import (
+    IN_FLOAT64,
     attribute,
     body,
     check,
     checks,
+    flag_squared,
+    integer_code,
     is_not_float,
-    is_not_int32,
-    is_not_rank,
     is_outside,
     per_precision,
     precision,
+    rank_of,
     sizes_agree,
     with_zero_row,
 )
@@ -125,17 +127,18 @@ BODY = body(
     attribute("drop_pad_mode"),
     attribute("active_num"),
     precision("precision", "grad_expanded_x"),
+    IN_FLOAT64,
     is_not_float("bad_grad_dtype", "precision"),
-    is_not_int32("bad_idx_dtype", "expanded_row_idx"),
-    is_not_rank("bad_idx_rank", "expanded_row_idx", "one"),
+    integer_code("idx_dtype", "expanded_row_idx"),
+    rank_of("idx_rank", "expanded_row_idx"),
     """
     want_rank = Add (two, drop_pad_mode)
     """,
-    is_not_rank("bad_grad_rank", "grad_expanded_x", "want_rank"),
+    rank_of("grad_rank", "grad_expanded_x"),
     """
     bad_top_k = Less (top_k, one)
     """,
-    is_outside("bad_mode", "drop_pad_mode", "zero", "two"),
+    flag_squared("drop_pad_mode"),
     """
     bad_active = Less (active_num, zero)
     is_padded = Equal (drop_pad_mode, one)
@@ -153,12 +156,12 @@ BODY = body(
         "passed",
         "zero",
         ("grad_expanded_x must be float16, bfloat16, float32 or float64", "bad_grad_dtype"),
-        ("expanded_row_idx must be int32", "bad_idx_dtype"),
+        ("expanded_row_idx must be int32", "idx_dtype", "int32_code"),
         ("top_k must be positive", "bad_top_k"),
-        ("drop_pad_mode must be 0 or 1", "bad_mode"),
+        ("drop_pad_mode must be 0 or 1", "drop_pad_mode_squared", "drop_pad_mode"),
         ("active_num must not be negative", "bad_active"),
-        ("grad_expanded_x must be 2-D, or 3-D in drop_pad mode", "bad_grad_rank"),
-        ("expanded_row_idx must be 1-D", "bad_idx_rank"),
+        ("grad_expanded_x must be 2-D, or 3-D in drop_pad mode", "grad_rank", "want_rank"),
+        ("expanded_row_idx must be 1-D", "idx_rank", "one"),
     ),
     """
     n = Shape <end = 1> (expanded_row_idx)
@@ -205,7 +208,6 @@ BODY = body(
     """,
     per_precision(
         ("grad_x",),
-        "precision",
         """
         $wide = Cast <to = $DTYPE> (gathered)
         $sum = ReduceSum <keepdims = 0> ($wide, one)

@@ -22,18 +22,20 @@ from moe_onnx.operators._arrays import (
     wide_dtype,
 )
 from moe_onnx.operators._body import (
+    IN_FLOAT64,
     attribute,
     body,
     check,
     checks,
+    flag_squared,
+    integer_code,
     is_not_float,
-    is_not_int32,
     is_not_map,
-    is_not_rank,
     is_outside,
     is_there,
     per_precision,
     precision,
+    rank_of,
     rows_or_zeros,
     run_time_zero,
     sizes_agree,
@@ -224,19 +226,21 @@ BODY = body(
     attribute("tokens_num", "tokens_given"),
     attribute("drop_and_pad"),
     precision("precision", ROWS),
+    IN_FLOAT64,
     precision("probs_precision", PROBS),
     is_not_float("bad_rows_dtype", "precision"),
-    is_not_int32("bad_index_dtype", "sorted_indices"),
-    is_not_map("bad_map_dtype", "routing_map"),
+    integer_code("index_dtype", "sorted_indices"),
+    is_not_map("map_dtype", "routing_map"),
     BAD_PROBS_DTYPE,
-    is_not_rank("bad_rows_rank", ROWS, "two"),
-    is_not_rank("bad_index_rank", "sorted_indices", "one"),
-    is_not_rank("bad_map_rank", "routing_map", "two"),
-    is_not_rank("has_no_probs", PROBS, "one"),
+    rank_of("rows_rank", ROWS),
+    rank_of("index_rank", "sorted_indices"),
+    rank_of("map_rank", "routing_map"),
     """
     # Absent is of shape [0, 0], not [0]: the rank tells it.
     probs_dims = Shape (permuted_probs_output_grad)
     probs_rank = Shape (probs_dims)
+    probs_are_1d = Equal (probs_rank, one)
+    has_no_probs = Not (probs_are_1d)
     probs_dims_and_zero = Concat <axis = 0> (probs_dims, zero)
     probs_largest = ReduceMax <keepdims = 1> (probs_dims_and_zero)
     probs_not_empty = Greater (probs_largest, zero)
@@ -245,7 +249,7 @@ BODY = body(
     probs_not_absent = Or (probs_not_empty, probs_not_2d_bool)
     bad_probs_rank = And (has_no_probs, probs_not_absent)
     """,
-    is_outside("bad_pad", "drop_and_pad", "zero", "two"),
+    flag_squared("drop_and_pad"),
     f"""
     max_size = Constant <value_ints = [{MAX_ROWS}]> ()
     size_end = Add (max_size, one)
@@ -256,14 +260,14 @@ BODY = body(
         "passed",
         "zero",
         ("permuted_token_output_grad must be float16, bfloat16, float32 or float64", "bad_rows_dtype"),
-        ("sorted_indices must be int32", "bad_index_dtype"),
+        ("sorted_indices must be int32", "index_dtype", "int32_code"),
         ("num_experts must be in [0, 2^31)", "bad_experts"),
         ("tokens_num must be in [0, 2^31)", "bad_tokens"),
-        ("drop_and_pad must be 0 or 1", "bad_pad"),
-        ("permuted_token_output_grad must be 2-D", "bad_rows_rank"),
+        ("drop_and_pad must be 0 or 1", "drop_and_pad_squared", "drop_and_pad"),
+        ("permuted_token_output_grad must be 2-D", "rows_rank", "two"),
         ("permuted_probs_output_grad must be 1-D", "bad_probs_rank"),
-        ("sorted_indices must be 1-D", "bad_index_rank"),
-        ("routing_map must be 2-D", "bad_map_rank"),
+        ("sorted_indices must be 1-D", "index_rank", "one"),
+        ("routing_map must be 2-D", "map_rank", "two"),
     ),
     """
     is_padded = Equal (drop_and_pad, one)
@@ -298,7 +302,6 @@ BODY = body(
     probs_and_rows = Mul (has_probs, has_rows)
     probs_and_rows_unpadded = Mul (probs_and_rows, not_padded_size)
     experts_if_padded = Mul (has_experts, drop_and_pad)
-    map_dtype = Cast <to = 7> (bad_map_dtype)
     probs_dtype = Cast <to = 7> (bad_probs_dtype)
     """,
     SIZES,
@@ -358,7 +361,7 @@ BODY = body(
         then_branch = padded () => (padded_sum) {
     """,
     TOKEN_ROWS,
-    per_precision(("scattered",), "precision", _ROW_SUM),
+    per_precision(("scattered",), _ROW_SUM),
     """
             padded_sum = Identity (scattered)
         },
@@ -371,7 +374,7 @@ BODY = body(
             some_left_out = Less (num_named, n)
     """,
     rows_or_zeros("slot_rows", ROWS, "slot_row", "some_left_out"),
-    per_precision(("summed",), "precision", _SLOT_SUM),
+    per_precision(("summed",), _SLOT_SUM),
     """
             unpadded_sum = Identity (summed)
         }

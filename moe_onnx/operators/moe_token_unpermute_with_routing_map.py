@@ -13,18 +13,20 @@ import numpy as np
 from moe_onnx.errors import MissingInputError, ShapeError
 from moe_onnx.operators._arrays import Array, check_range, check_unique, given, read, wide_dtype
 from moe_onnx.operators._body import (
+    IN_FLOAT64,
     attribute,
     body,
     check,
     checks,
+    flag_squared,
+    integer_code,
     is_not_float,
-    is_not_int32,
     is_not_map,
-    is_not_rank,
     is_outside,
     is_there,
     per_precision,
     precision,
+    rank_of,
     rows_or_zeros,
     run_time_zero,
     sizes_agree,
@@ -225,16 +227,17 @@ BODY = body(
     " => (unpermuted_tokens, out_index, permute_token_id, permute_probs)",
     attribute("drop_and_pad"),
     precision("precision", "permuted_tokens"),
+    IN_FLOAT64,
     is_not_float("bad_rows_dtype", "precision"),
-    is_not_int32("bad_index_dtype", "sorted_indices"),
-    is_not_map("bad_map_dtype", "routing_map"),
+    integer_code("index_dtype", "sorted_indices"),
+    is_not_map("map_dtype", "routing_map"),
     precision("probs_precision", "probs"),
     BAD_PROBS_DTYPE,
-    is_not_rank("bad_rows_rank", "permuted_tokens", "two"),
-    is_not_rank("bad_index_rank", "sorted_indices", "one"),
-    is_not_rank("bad_map_rank", "routing_map", "two"),
-    is_not_rank("bad_probs_rank", "probs", "two"),
-    is_outside("bad_pad", "drop_and_pad", "zero", "two"),
+    rank_of("rows_rank", "permuted_tokens"),
+    rank_of("index_rank", "sorted_indices"),
+    rank_of("map_rank", "routing_map"),
+    rank_of("probs_rank", "probs"),
+    flag_squared("drop_and_pad"),
     """
     is_padded = Equal (drop_and_pad, one)
     not_padded = Not (is_padded)
@@ -258,12 +261,12 @@ BODY = body(
         "passed",
         "zero",
         ("permuted_tokens must be float16, bfloat16, float32 or float64", "bad_rows_dtype"),
-        ("sorted_indices must be int32", "bad_index_dtype"),
-        ("drop_and_pad must be 0 or 1", "bad_pad"),
-        ("permuted_tokens must be 2-D", "bad_rows_rank"),
-        ("sorted_indices must be 1-D", "bad_index_rank"),
-        ("routing_map must be 2-D", "bad_map_rank"),
-        ("probs must be 2-D", "bad_probs_rank"),
+        ("sorted_indices must be int32", "index_dtype", "int32_code"),
+        ("drop_and_pad must be 0 or 1", "drop_and_pad_squared", "drop_and_pad"),
+        ("permuted_tokens must be 2-D", "rows_rank", "two"),
+        ("sorted_indices must be 1-D", "index_rank", "one"),
+        ("routing_map must be 2-D", "map_rank", "two"),
+        ("probs must be 2-D", "probs_rank", "two"),
         ("restore_shape must be the shape of unpermuted_tokens", "bad_restore"),
     ),
     is_there("has_map", "map_tokens", "map_experts"),
@@ -272,7 +275,6 @@ BODY = body(
     has_any = Max (has_map, has_probs, has_restore)
     probs_if_padded = Mul (has_probs, drop_and_pad)
     probs_if_unpadded = Mul (has_probs, not_padded_size)
-    map_dtype = Cast <to = 7> (bad_map_dtype)
     probs_dtype = Cast <to = 7> (bad_probs_dtype)
     """,
     SIZES,
@@ -367,7 +369,7 @@ BODY = body(
             rows_shape = Concat <axis = 0> (n_late, hidden)
             padded_rows = Reshape <allowzero = 1> (permuted_tokens, rows_shape)
     """,
-    per_precision(("scattered",), "precision", _ROW_SUM),
+    per_precision(("scattered",), _ROW_SUM),
     """
             padded_sum = Identity (scattered)
             padded_out_index = Cast <to = 6> (order)
@@ -414,7 +416,7 @@ BODY = body(
             some_left_out = Cast <to = 9> (num_left_out)
     """,
     rows_or_zeros("slot_rows", "permuted_tokens", "slot_row", "some_left_out"),
-    per_precision(("summed",), "precision", _SLOT_SUM),
+    per_precision(("summed",), _SLOT_SUM),
     """
             unpadded_sum = Identity (summed)
             unpadded_out_index = Identity (sorted_indices)

@@ -14,22 +14,24 @@ import numpy as np
 from moe_onnx.errors import ShapeError
 from moe_onnx.operators._arrays import Array, check_range, check_unique, given, read, wide_dtype
 from moe_onnx.operators._body import (
+    IN_FLOAT64,
     LONG_ROWS,
     attribute,
     body,
     check,
     checks,
     count_up,
+    flag_squared,
     in_row_order,
+    integer_code,
     is_not,
     is_not_float,
-    is_not_int32,
     is_not_map,
-    is_not_rank,
     is_outside,
     is_there,
     per_precision,
     precision,
+    rank_of,
     row_dots,
     run_time_zero,
     sizes_agree,
@@ -405,7 +407,7 @@ _WITH_PROBS = (
     """,
     # The reshape changes nothing where probs are given. Where they are not, this branch is dead, but
     # its static shapes are compared all the same when a runtime loads it.
-    per_precision(("with_rows", "with_probs_grad"), "precision", _ROWS),
+    per_precision(("with_rows", "with_probs_grad"), _ROWS),
 )
 
 BODY = body(
@@ -414,21 +416,22 @@ BODY = body(
     " => (permuted_tokens_grad, probs_grad)",
     attribute("drop_and_pad"),
     precision("precision", "unpermuted_tokens_grad"),
+    IN_FLOAT64,
     precision("permuted_precision", "permuted_tokens"),
     precision("probs_precision", "probs"),
     is_not_float("bad_grad_dtype", "precision"),
-    is_not_int32("bad_index_dtype", "out_index"),
-    is_not_int32("bad_token_dtype", "permute_token_id"),
-    is_not_map("bad_map_dtype", "routing_map"),
+    integer_code("index_dtype", "out_index"),
+    integer_code("token_dtype", "permute_token_id"),
+    is_not_map("map_dtype", "routing_map"),
     is_not("bad_permuted_dtype", "precision", "permuted_precision"),
     BAD_PROBS_DTYPE,
-    is_not_rank("bad_probs_rank", "probs", "two"),
-    is_not_rank("bad_map_rank", "routing_map", "two"),
-    is_not_rank("bad_permuted_rank", "permuted_tokens", "two"),
-    is_not_rank("bad_grad_rank", "unpermuted_tokens_grad", "two"),
-    is_not_rank("bad_index_rank", "out_index", "one"),
-    is_not_rank("bad_token_rank", "permute_token_id", "one"),
-    is_outside("bad_pad", "drop_and_pad", "zero", "two"),
+    rank_of("probs_rank", "probs"),
+    rank_of("map_rank", "routing_map"),
+    rank_of("permuted_rank", "permuted_tokens"),
+    rank_of("grad_rank", "unpermuted_tokens_grad"),
+    rank_of("index_rank", "out_index"),
+    rank_of("token_rank", "permute_token_id"),
+    flag_squared("drop_and_pad"),
     """
     is_padded = Equal (drop_and_pad, one)
     not_padded = Not (is_padded)
@@ -444,15 +447,15 @@ BODY = body(
         "passed",
         "zero",
         ("unpermuted_tokens_grad must be float16, bfloat16, float32 or float64", "bad_grad_dtype"),
-        ("out_index must be int32", "bad_index_dtype"),
-        ("permute_token_id must be int32", "bad_token_dtype"),
-        ("drop_and_pad must be 0 or 1", "bad_pad"),
-        ("unpermuted_tokens_grad must be 2-D", "bad_grad_rank"),
-        ("out_index must be 1-D", "bad_index_rank"),
-        ("permute_token_id must be 1-D", "bad_token_rank"),
-        ("probs must be 2-D", "bad_probs_rank"),
-        ("routing_map must be 2-D", "bad_map_rank"),
-        ("permuted_tokens must be 2-D", "bad_permuted_rank"),
+        ("out_index must be int32", "index_dtype", "int32_code"),
+        ("permute_token_id must be int32", "token_dtype", "int32_code"),
+        ("drop_and_pad must be 0 or 1", "drop_and_pad_squared", "drop_and_pad"),
+        ("unpermuted_tokens_grad must be 2-D", "grad_rank", "two"),
+        ("out_index must be 1-D", "index_rank", "one"),
+        ("permute_token_id must be 1-D", "token_rank", "one"),
+        ("probs must be 2-D", "probs_rank", "two"),
+        ("routing_map must be 2-D", "map_rank", "two"),
+        ("permuted_tokens must be 2-D", "permuted_rank", "two"),
         ("restore_shape must be the shape of unpermuted_tokens_grad", "bad_padded_restore"),
     ),
     """
@@ -473,7 +476,6 @@ BODY = body(
     """
     probs_if_padded = Mul (has_probs, drop_and_pad)
     probs_if_unpadded = Mul (has_probs, not_padded_size)
-    map_dtype = Cast <to = 7> (bad_map_dtype)
     permuted_dtype = Cast <to = 7> (bad_permuted_dtype)
     probs_dtype = Cast <to = 7> (bad_probs_dtype)
     """,

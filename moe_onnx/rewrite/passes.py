@@ -11,14 +11,18 @@ from onnx import ModelProto, TensorProto, ValueInfoProto
 
 from moe_onnx.adapters.light import light_copy
 from moe_onnx.errors import ModelError, OptionError
+from moe_onnx.rewrite.contrib_moe.forms import CONTRIB_MOE
 from moe_onnx.rewrite.expand import EXPAND
+from moe_onnx.rewrite.fold import FOLD
 from moe_onnx.rewrite.fuse.forms import FUSE
 from moe_onnx.rewrite.nodes import copied, import_domains
 from moe_onnx.rewrite.notes import Notes, Pass, PassReport, scopes
 from moe_onnx.rewrite.strip import STRIP
 from moe_onnx.rewrite.whole import LEGALIZE, TO_FLOAT64
 
-PASSES: dict[str, Pass] = {one.name: one for one in (EXPAND, LEGALIZE, TO_FLOAT64, STRIP, FUSE)}
+PASSES: dict[str, Pass] = {
+    one.name: one for one in (EXPAND, LEGALIZE, TO_FLOAT64, STRIP, FOLD, FUSE, CONTRIB_MOE)
+}
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moe_onnx.build.forward import LOAD_BEFORE, ROUTER_NOISE
-from moe_onnx.build.manifest import TensorInfo
+from moe_onnx.build.manifest import Manifest, TensorInfo
 from moe_onnx.errors import BatchError
 
 Array = np.ndarray[Any, Any]
@@ -74,17 +74,27 @@ def checked_batch(
     return done
 
 
-def with_padding(batch: Mapping[str, Any], fewest: int) -> dict[str, Any]:
-    """The batch, filled up with sequences of padding, which count nowhere.
+def with_padding(batch: Mapping[str, Any], manifest: Manifest, assembly: str) -> dict[str, Any]:
+    """The batch as a graph of a language model takes it, filled up with padding, which counts nowhere.
+
+    A graph without ``attention_mask``, as of imported models, gets labels that are left out at padding.
 
     Args:
-        batch: Of a language model, integers ``[batch, sequence]`` by input name.
-        fewest: How many tokens the graph wants, padding included.
+        batch: Integers ``[batch, sequence]`` by input name.
+        manifest: How many tokens the graph wants, padding included.
+        assembly: Which graph.
     """
-    ids = batch["input_ids"]
+    ids, fewest = batch["input_ids"], manifest.dispatch.get("expert_capacity", 0)
     full = {**batch, "attention_mask": batch.get("attention_mask", np.ones_like(ids))}
     missing = max(-(-fewest // ids.shape[1]) - len(ids), 0)
-    return {name: np.pad(value, ((0, missing), (0, 0))) for name, value in full.items()}
+    full = {name: np.pad(value, ((0, missing), (0, 0))) for name, value in full.items()}
+    taken = {info.name for info in manifest.graph(assembly).inputs_of("batch")}
+    if "attention_mask" not in taken:
+        mask = full.pop("attention_mask")
+        if "labels" in taken and not mask.all():
+            ignored = manifest.config.get("ignore_index", -100)
+            full["labels"] = np.where(mask > 0, full.get("labels", full["input_ids"]), ignored)
+    return full
 
 
 def _default(

@@ -58,7 +58,7 @@ class Evaluation:
         """Take in the metrics of a batch."""
         count = int(metrics["num_tokens"])
         if count:  # the mean over nothing is 0, and says nothing
-            self._nats += float(metrics["lm_loss"]) * count
+            self._nats += float(metrics.get("lm_loss", metrics["loss"])) * count
         self.tokens += count
         self.batches += 1
         for name in ("aux_loss", "z_loss"):
@@ -103,11 +103,10 @@ def evaluate_tokens(
             raise OptionError(f"{name} must be an integer >= {low}, got {value!r}.")
     if len(tokens) < 2:
         raise DataError(f"tokens: there must be at least 2 to predict one, got {len(tokens)}.")
-    fewest = session.manifest.dispatch.get("expert_capacity", 0)
     done = Evaluation()
     total, parts = _parts(tokens, batch_size, sequence_length, batches)
     for batch in parts:
-        done.add(session.eval(with_padding(batch, fewest)))
+        done.add(session.eval(with_padding(batch, session.manifest, "eval")))
         if on_batch is not None:
             on_batch(done, total)
     return done

@@ -61,10 +61,11 @@ def generate(
     if not tokens or context < 1:
         raise OptionError("generate needs a prompt of at least one token and a context >= 1.")
     rng = np.random.default_rng(seed)
-    fewest = session.manifest.dispatch.get("expert_capacity", 0)
+    outputs = session.manifest.graph("forward").outputs
+    logits_name = next((one.name for one in outputs if one.role == "logits"), "logits")
     for _ in range(num_tokens):
-        batch = with_padding({"input_ids": np.array([tokens[-context:]])}, fewest)
-        logits = session.forward(batch)["logits"][0, -1].astype(np.float64)
+        batch = with_padding({"input_ids": np.array([tokens[-context:]])}, session.manifest, "forward")
+        logits = session.forward(batch)[logits_name][0, -1].astype(np.float64)
         if not np.isfinite(logits).all():
             raise NonFiniteError(
                 f"The logits after {len(tokens)} tokens are not finite. Nothing can be drawn from them; look "

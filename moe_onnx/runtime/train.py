@@ -97,7 +97,6 @@ def train(
 def evaluate(session: TrainingSession, data: TokenDataset, batches: int = 4) -> float:
     """Mean loss of the language model over the held-out batches, each token counted once."""
     done = Evaluation()
-    fewest = session.manifest.dispatch.get("expert_capacity", 0)
     for batch in data.eval_batches(batches):
-        done.add(session.eval(with_padding(batch, fewest)))
+        done.add(session.eval(with_padding(batch, session.manifest, "eval")))
     return done.loss

@@ -55,6 +55,8 @@ def ints(value: ir.Value | None) -> list[int] | None:
             tensor = attr.as_tensor()
         elif attr.type in (ir.AttributeType.INT, ir.AttributeType.INTS):
             return [int(number) for number in np.atleast_1d(attr.value)]
+    if isinstance(tensor, ir.ExternalTensor) and not tensor.base_dir:
+        return None  # nobody knows where the file is
     if tensor is None or tensor.size > _READABLE or (value.is_graph_input() and value.is_initializer()):
         return None
     array = tensor.numpy()
@@ -153,6 +155,9 @@ def put(
     gone: Iterable[ir.Node],
 ) -> None:
     """Insert the nodes, let new values stand for old ones, and drop what nothing reads any more."""
+    for node in made.nodes:  # whose module they are of stays known
+        about = {key: text for key, text in before.metadata_props.items() if key not in node.metadata_props}
+        node.metadata_props.update(about)
     graph.insert_before(before, made.nodes)
     for old, new in instead:
         _take_over(graph, old, new)

@@ -1,0 +1,1 @@
+"""Layers of ``ascend.moe`` -> ``com.microsoft`` ``MoE``."""
