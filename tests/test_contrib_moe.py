@@ -170,6 +170,31 @@ def test_what_fuse_leaves_becomes_moe_and_is_fused_again(transposed: bool, tmp_p
                 np.testing.assert_allclose(one({"x": x}), want, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+def test_gates_by_a_product_of_their_own() -> None:
+    """As of experts that are modules: two products, one of which has a bias."""
+    text = changed(
+        BATCHED, ("float[6, 6, 4] up,", "float[6, 3, 4] w1, float[6, 3] b1, float[6, 3, 4] w3,"),
+        ("ups = GatherND (up, ids_2d)",
+         "w1s = GatherND (w1, ids_2d)\n    b1s = GatherND (b1, ids_2d)\n    w3s = GatherND (w3, ids_2d)"),
+        ("raised_3d = MatMul (ups, column)",
+         "left_3d = MatMul (w1s, column)\n    right_3d = MatMul (w3s, column)"),
+        ("raised = Squeeze (raised_3d, last)",
+         "left_0 = Squeeze (left_3d, last)\n    right = Squeeze (right_3d, last)"),
+        ("left, right = Split <axis = 1, num_outputs = 2> (raised)", "left = Add (left_0, b1s)"),
+    )  # fmt: skip
+    given = weights()
+    own = {"gate": given["gate"], "down": given["down"], "w1": given["up"][:, :3], "w3": given["up"][:, 3:]}
+    x = feeds(given)["many tokens"]
+    for bias in (np.zeros((6, 3), np.float32), np.full((6, 3), 0.3, np.float32)):
+        before = model_of(text, own | {"b1": bias})
+        after = apply_passes(before, ["fuse", "contrib-moe"]).model
+        assert len(contrib(after)) == 1
+        got, want = (runner(model)({"x": x}) for model in (after, before))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        if not bias.any():
+            np.testing.assert_allclose(got, by_hand(x, given), rtol=1e-5, atol=1e-5)
+
+
 def test_padding_in_a_language_model_is_no_nan() -> None:
     config = moe_onnx.MoeLMConfig(
         vocab_size=11, hidden_size=8, num_experts=3, moe_intermediate_size=4, num_hidden_layers=1,
@@ -237,12 +262,12 @@ def test_near_misses_after_fuse(name: str) -> None:
 
 
 def test_a_wrong_order_of_columns_is_found_by_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = forms.stacked_weight
+    right = forms.first_of
 
-    def wrong(e: Any, made: Any, *, interleaved: bool) -> Any:
-        return right(e, made, interleaved=False)
+    def wrong(e: Any, made: Any, experts: int, *, halves: bool) -> Any:
+        return right(e, made, experts, halves=False)
 
-    monkeypatch.setattr(forms, "stacked_weight", wrong)
+    monkeypatch.setattr(forms, "first_of", wrong)
     model = moe_onnx.build_training_graph(moe_onnx.MoeLayerConfig(**SIZES), assembly="forward").model
     with pytest.raises(moe_onnx.VerificationError, match="output 'output' differs by"):
         moe_onnx.rewrite_model(model, ["contrib-moe"])

@@ -118,6 +118,19 @@ def test_a_fuse_that_does_something_else_is_not_taken(monkeypatch: pytest.Monkey
     assert not ours(graph.model)
 
 
+def test_weights_that_folding_has_named_are_called_as_without_fuse() -> None:
+    model = model_of(BATCHED, weights())
+    for old, new in (("up", "onnx::MatMul_7"), ("down", "val_8")):
+        next(tensor for tensor in model.graph.initializer if tensor.name == old).name = new
+        reader = next(node for node in model.graph.node if node.input[:1] == [old])
+        reader.input[0], reader.name = new, f"/layers.0/experts/{old}/GatherND"
+    names = [
+        moe_onnx.training_graph_from(model, **SQUARED, assembly="grad", fuse=fuse).manifest.parameter_names
+        for fuse in (True, False)
+    ]
+    assert names[0] == names[1] == ("gate", "layers.0.experts.up.weight", "layers.0.experts.down.weight")
+
+
 def test_near_misses_are_said() -> None:
     text = changed(BATCHED, ("silu = Mul (left, sigmoid)", "silu = CumSum (left, axis)"),
                    ("int64[1] last", "int64 axis = {0}, int64[1] last"))  # fmt: skip

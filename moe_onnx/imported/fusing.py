@@ -25,6 +25,7 @@ class Fused:
     Args:
         model: As given, or rewritten.
         folder: Where the external files of a rewritten model are.
+        before: What a rewritten model was.
         fused, not_fused, verified: As of :class:`~moe_onnx.build.imported.ImportedModel`.
     """
 
@@ -33,6 +34,7 @@ class Fused:
     fused: dict[str, str] = field(default_factory=dict)
     not_fused: dict[str, str] = field(default_factory=dict)
     verified: tuple[str, ...] = ()
+    before: onnx.ModelProto | str | os.PathLike[str] | None = None
 
 
 def _both(model: ModelProto, notes: Notes) -> ModelProto:
@@ -62,7 +64,8 @@ def fused(model: onnx.ModelProto | str | os.PathLike[str]) -> Fused:
     if not done.changed:
         return Fused(model, not_fused=skipped)
     folder = None if done.source is None else done.source.resolve().parent
-    return Fused(done.model, folder, _table(done.report.applied), skipped, tuple(done.report.verified))
+    lines = tuple(done.report.verified)
+    return Fused(done.model, folder, _table(done.report.applied), skipped, lines, model)
 
 
 def _table(notes: Sequence[Note]) -> dict[str, str]:

@@ -8,12 +8,16 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from moe_onnx.rewrite.notes import MARK
+from moe_onnx.spec import DOMAIN
+
 MADE_UP = re.compile(r"(onnx::[A-Za-z]+_\d+|val_\d+)$")
 # Buffers of the modules people export, which no trainer trains.
 BUFFERS = re.compile(
     r"(inv_freq|running_mean|running_var|num_batches_tracked|position_ids|token_type_ids|"
     r"e_score_correction_bias|causal_mask|attn_mask|attention_mask|masked_bias|(cos|sin)_cached)$"
 )
+_TURNED = ("Cast", "Concat", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 _LEGACY = re.compile(r"^/(.+)/[^/]+$")
 
 
@@ -28,6 +32,8 @@ def modules_of(node: ir.Node) -> list[str]:
         if isinstance(scopes, list) and all(isinstance(one, str) for one in scopes):
             return [one for one in scopes[:-1] if one]
         return []
+    if MARK in node.metadata_props:
+        return []  # a pass has given it its name
     found = _LEGACY.match(node.name or "")
     return [found[1].replace("/", ".")] if found else []
 
@@ -45,3 +51,18 @@ def kind_of(node: ir.Node, slot: int, name: str) -> str:
     if node.op_type in ("Gemm", "Conv") and slot == 2:
         return "bias"
     return name.rpartition(".")[2]
+
+
+def is_experts(value: ir.Value) -> bool:
+    """Whether experts' products read a value: as it is, turned, or put together with other experts'."""
+    seen, waiting = {value}, [value]
+    while waiting:
+        for use in waiting.pop().uses():
+            node = use.node
+            if node.domain == DOMAIN and node.op_type == "MoeGroupedMatmul" and use.idx == 1:
+                return True
+            out = node.outputs[0] if node.domain == "" and node.op_type in _TURNED else None
+            if out is not None and out not in seen:
+                seen.add(out)
+                waiting.append(out)
+    return False

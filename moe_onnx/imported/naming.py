@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from moe_onnx.imported.modules import BUFFERS, MADE_UP, kind_of, modules_of, owns
+from moe_onnx.imported.modules import BUFFERS, MADE_UP, is_experts, kind_of, modules_of, owns
 from moe_onnx.imported.weights import read, sizes_of
-from moe_onnx.spec import DOMAIN
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
 Use = Any  # a node and the slot that it reads a value in: onnx-ir has no public type for it
-_TURNED = ("Cast", "Concat", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 _READ_AS_WEIGHT = {"MatMul": 1, "Gemm": 1, "Conv": 1, "ConvTranspose": 1, "Gather": 0, "GatherND": 0}
 
 
@@ -50,8 +48,17 @@ class Weights:
         return not MADE_UP.search(original) or weight.name in self.renamed or _is_matrix(weight.value)
 
 
-def find_weights(model: ir.Model) -> Weights:
-    """The weights of a model, whose graph is changed so that each parameter is a value of its own."""
+Known = Mapping[str, tuple[str, bool]]
+
+
+def find_weights(model: ir.Model, known: Known | None = None) -> Weights:
+    """The weights of a model, whose graph is changed so that each parameter is a value of its own.
+
+    Args:
+        model: The model.
+        known: By the made-up name of an initializer, the parameter that it is, and whether it is turned:
+            where the nodes that read it do not say so any more.
+    """
     graph, done = model.graph, Weights()
     for value in _float_initializers(graph):
         _split_merged(graph, value, done)
@@ -63,7 +70,8 @@ def find_weights(model: ir.Model) -> Weights:
             done.found[str(value.name)] = Weight(str(value.name), value, value.const_value)
     lost = []
     for value in made_up:
-        lost += [] if _rename(graph, value, done, names) else [f"'{value.name}'"]
+        hint = None if known is None else known.get(str(value.name))
+        lost += [] if _rename(graph, value, done, names, hint) else [f"'{value.name}'"]
     if lost:
         warnings.warn(
             f"{len(lost)} weights have made-up names, and nothing says which parameters they are: "
@@ -131,25 +139,25 @@ def _is_matrix(value: ir.Value) -> bool:
     if len(value.shape or ()) < 2:
         return False
     uses = [use for use in value.uses() if use.node.domain == ""]
-    return any(_READ_AS_WEIGHT.get(use.node.op_type) == use.idx for use in uses) or _is_experts(value)
+    return any(_READ_AS_WEIGHT.get(use.node.op_type) == use.idx for use in uses) or is_experts(value)
 
 
-def _is_experts(value: ir.Value) -> bool:
-    """Whether experts' products read a value: as it is, turned, or put together with other experts'."""
-    seen, waiting = {value}, [value]
-    while waiting:
-        for use in waiting.pop().uses():
-            node = use.node
-            if node.domain == DOMAIN and node.op_type == "MoeGroupedMatmul" and use.idx == 1:
-                return True
-            out = node.outputs[0] if node.domain == "" and node.op_type in _TURNED else None
-            if out is not None and out not in seen:
-                seen.add(out)
-                waiting.append(out)
-    return False
+def known_before(model: ir.Model) -> Known:
+    """What the weights of a model with made-up names are, for the same model rewritten."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        weights = find_weights(model)
+    return {old: (new, weights.found[new].is_turned) for new, old in weights.renamed.items()}
 
 
-def _rename(graph: ir.Graph, value: ir.Value, done: Weights, names: set[str]) -> bool:
+def has_lost_experts(model: ir.Model) -> bool:
+    """Whether weights of experts have made-up names."""
+    return any(MADE_UP.search(str(v.name)) and is_experts(v) for v in _float_initializers(model.graph))
+
+
+def _rename(
+    graph: ir.Graph, value: ir.Value, done: Weights, names: set[str], hint: tuple[str, bool] | None = None
+) -> bool:
     """Give a matrix that constant folding made, its parameter's name and layout; False where that is lost."""
     tensor, uses = value.const_value, list(value.uses())
     assert tensor is not None
@@ -158,6 +166,8 @@ def _rename(graph: ir.Graph, value: ir.Value, done: Weights, names: set[str]) ->
     if not _is_matrix(value):
         done.found[original] = plain
         return True  # no weight: an epsilon, a table of positions
+    if hint is not None and is_experts(value):
+        return _call(graph, value, done, names, *hint)
     modules = {tuple(modules_of(use.node)) for use in uses}
     module = next(iter(modules))
     is_turned = len(tensor.shape) == 2 and all(u.node.op_type == "MatMul" and u.idx == 1 for u in uses)
@@ -168,8 +178,16 @@ def _rename(graph: ir.Graph, value: ir.Value, done: Weights, names: set[str]) ->
     if len(modules) != 1 or not module:
         done.found[original] = plain
         return False
-    base = name = f"{module[-1]}.weight"
-    number = 1
+    return _call(graph, value, done, names, f"{module[-1]}.weight", is_turned)
+
+
+def _call(
+    graph: ir.Graph, value: ir.Value, done: Weights, names: set[str], base: str, is_turned: bool
+) -> bool:
+    """Give a weight a name that nothing has, and its own layout."""
+    tensor, original = value.const_value, str(value.name)
+    assert tensor is not None
+    name, number = base, 1
     while name in names:
         number += 1
         name = f"{base}_{number}"

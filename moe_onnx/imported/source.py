@@ -19,7 +19,7 @@ from moe_onnx.errors import ModelError
 from moe_onnx.imported.choice import chosen
 from moe_onnx.imported.fusing import Fused
 from moe_onnx.imported.losses import MASK, is_builtin
-from moe_onnx.imported.naming import Weight, find_weights, places
+from moe_onnx.imported.naming import Known, Weight, find_weights, has_lost_experts, known_before, places
 from moe_onnx.imported.reading import read_model
 from moe_onnx.imported.root import find_root, shape_of, shifts
 from moe_onnx.imported.simplify import simplify
@@ -66,7 +66,7 @@ def prepare(
     floats = [str(value.name) for value in graph.initializers.values() if is_float(value)]
     while expand_bodies(found, str(find_root(graph, _values(graph), loss, output).name), floats):
         infer(found)
-    known = find_weights(found)
+    known = find_weights(found, _names_before(given, found))
     values = _values(graph)
     root = find_root(graph, values, loss, output)
     weights = chosen(known, params, root)
@@ -104,6 +104,15 @@ def prepare(
     _load_constants(graph, [w for w in known.found.values() if w not in weights])
     outputs = tuple(str(value.name) for value in graph.outputs)
     return Source(ir.to_proto(found), outputs, config, parameters, own)
+
+
+def _names_before(given: Fused, found: ir.Model) -> Known | None:
+    """What made-up names of experts' weights mean: nodes that fuse has made do not say of which module."""
+    if given.before is None or not has_lost_experts(found):
+        return None
+    before = read_model(given.before)
+    simplify(before)
+    return known_before(before)
 
 
 def _dtype(value: ir.Value) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import onnx
 import onnx_ir as ir
@@ -101,14 +102,30 @@ def training_graph_from(
     if not isinstance(fuse, bool):
         raise OptionError(f"fuse must be True or False, got {fuse!r}.")
     chosen = [params] if isinstance(params, str) else params
-    given = fused(model) if fuse else Fused(model)
-    source = prepare(given, loss=loss, params=chosen, output=output, ignore_index=ignore_index, shift=shift)
+    with _names_kept(model):
+        given = fused(model) if fuse else Fused(model)
+        source = prepare(
+            given, loss=loss, params=chosen, output=output, ignore_index=ignore_index, shift=shift
+        )
+        if assembly is None and set(source.outputs) - {source.config.loss}:
+            names.append("forward")
+        drafts = {name: _ImportedDraft(name, source, optimizer, optimize_for) for name in names}
+        dispatch = {"kind": "none", "mode": "dropless", "expert_capacity": 0, "active_num": 0}
+        graph = finished(drafts, dispatch, optimize_for, source.weights)
     _warn_of_traces(model)
-    if assembly is None and set(source.outputs) - {source.config.loss}:
-        names.append("forward")
-    drafts = {name: _ImportedDraft(name, source, optimizer, optimize_for) for name in names}
-    dispatch = {"kind": "none", "mode": "dropless", "expert_capacity": 0, "active_num": 0}
-    return finished(drafts, dispatch, optimize_for, source.weights)
+    return graph
+
+
+@contextmanager
+def _names_kept(model: onnx.ModelProto | str | os.PathLike[str]) -> Iterator[None]:
+    """Tensors keep their names: onnx-ir writes those that their values get into the caller's model."""
+    tensors = list(model.graph.initializer) if isinstance(model, onnx.ModelProto) else []
+    names = [tensor.name for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, name in zip(tensors, names, strict=True):
+            tensor.name = name
 
 
 class _ImportedDraft(Draft):

@@ -12,7 +12,7 @@ from moe_onnx.rewrite.contrib_moe.products import Linear, linear_of
 from moe_onnx.rewrite.fuse.graph import NotThis, attribute, ints, is_axis, is_op, producer, reads, size
 
 Tree = tuple[Any, ...]
-WHOLE: Tree = ("columns", "all")
+WHOLE: Tree = ("columns", "all", 0)  # of the first product that is met
 _HALVES, _TURNS = ("first", "second"), ("even", "odd")
 
 
@@ -30,28 +30,33 @@ class Activation:
     halves: bool = False
 
 
-def activation_of(hidden: ir.Value, at: ir.Node) -> tuple[Activation, Linear]:
-    """What is made of the first product, and that.
+def activation_of(hidden: ir.Value, at: ir.Node) -> tuple[Activation, list[Linear]]:
+    """What is made of the first product, and that; of two, that of the gates first.
 
     Raises:
         NotThis: If the kernel has no such activation.
     """
     found: dict[ir.Value, Linear] = {}
     tree = _tree(hidden, found, at)
-    if len(found) != 1:
-        raise NotThis(at, f"its rows are made of {len(found)} products, not of one")
-    (first,) = found.values()
+    products = list(found.values())
+    if len(products) > 2:
+        raise NotThis(at, f"its rows are made of {len(products)} products, not of one or two")
     known = {WHOLE: "identity", ("Relu", WHOLE): "relu", ("Gelu", "tanh", WHOLE): "gelu"}
     known[_product([WHOLE, ("Sigmoid", WHOLE)])] = "silu"
     if tree in known:
-        return Activation(known[tree]), first
+        return Activation(known[tree]), products
     if tree == ("Gelu", "none", WHOLE):
         raise NotThis(at, "its activation is Gelu by Erf; the kernel's is the one by Tanh")
-    return _swiglu(tree, at), first
+    kind, (gate, linear) = _swiglu(tree, at)
+    if gate == linear and len(products) == 1:
+        return kind, products
+    if gate == linear or kind.halves:
+        raise NotThis(at, f"its activation is none of the CPU kernel's: {_said(tree)}")
+    return kind, [products[gate], products[linear]]
 
 
-def _swiglu(tree: Tree, at: ir.Node) -> Activation:
-    """``gate sigmoid(alpha gate) (linear + beta)``, clamped or not."""
+def _swiglu(tree: Tree, at: ir.Node) -> tuple[Activation, tuple[int, int]]:
+    """``gate sigmoid(alpha gate) (linear + beta)``, clamped or not; of which products both are."""
     no = NotThis(at, f"its activation is none of the CPU kernel's: {_said(tree)}")
     if tree[0] != "Mul" or tree[1] != 1 or len(tree[2]) != 3:
         raise no
@@ -71,14 +76,16 @@ def _swiglu(tree: Tree, at: ir.Node) -> Activation:
                 if gate[1] is not None or limit is None or linear[1:3] != (-limit, limit):
                     raise no
                 gate, linear = gate[3], linear[3]
-            pair = (gate[1], linear[1]) if gate[0] == linear[0] == "columns" else ()
-            if pair in (_HALVES, _TURNS):
-                return Activation("swiglu", alpha, beta, limit, pair == _HALVES)
+            if not gate[0] == linear[0] == "columns":
+                continue
+            pair, of = (gate[1], linear[1]), (gate[2], linear[2])
+            if (pair in (_HALVES, _TURNS) and of[0] == of[1]) or (pair == ("all", "all") and of[0] != of[1]):
+                return Activation("swiglu", alpha, beta, limit, pair == _HALVES), of
     raise no
 
 
 def _said(tree: Tree) -> str:
-    names = {"columns": lambda t: f"x[{t[1]}]", "Mul": lambda t: " * ".join(map(_said, t[2]))}
+    names = {"columns": lambda t: "xy"[t[2]] + f"[{t[1]}]", "Mul": lambda t: " * ".join(map(_said, t[2]))}
     if tree[0] in names:
         return names[tree[0]](tree)
     return f"{tree[0]}({', '.join(_said(one) if isinstance(one, tuple) else str(one) for one in tree[1:])})"
@@ -101,8 +108,8 @@ def _tree(value: ir.Value | None, found: dict[ir.Value, Linear], at: ir.Node) ->
         raise NotThis(at, "an input of its activation is missing")
     made = linear_of(value)
     if made is not None:
-        found[value] = made
-        return WHOLE
+        found.setdefault(value, made)
+        return ("columns", "all", list(found).index(value))
     node = value.producer()
     if node is None or node.domain not in ("", "ai.onnx"):
         what = "an input of the graph" if node is None else f"{node.domain}.{node.op_type}"
@@ -110,9 +117,10 @@ def _tree(value: ir.Value | None, found: dict[ir.Value, Linear], at: ir.Node) ->
     part = _columns(value, node)
     if part is not None:
         source, name = part
-        if _tree(source, found, at) != WHOLE:
+        whole = _tree(source, found, at)
+        if whole[:2] != WHOLE[:2]:
             raise NotThis(node, "takes columns of what is no product")
-        return ("columns", name)
+        return ("columns", name, whole[2])
     if is_op(node, "Identity", "Cast", "CastLike"):
         return _tree(node.inputs[0], found, node)
     if is_op(node, "Relu", "Sigmoid"):

@@ -24,6 +24,7 @@ from moe_onnx.rewrite.contrib_moe.products import (
     Products,
     check_alike,
     check_rows,
+    first_of,
     linear_of,
     stacked_bias,
     stacked_weight,
@@ -45,7 +46,7 @@ class Layer:
 
     dispatch: Dispatch
     combine: ir.Node
-    first: Products
+    first: list[Products]  # of gates and what they gate together, or one of each
     last: Products
     activation: Activation
 
@@ -126,31 +127,40 @@ def match(node: ir.Node) -> Layer:
     return Layer(dispatch, node, *_experts(rows, node, dispatch))
 
 
-def _experts(rows: ir.Value, at: ir.Node, dispatch: Dispatch) -> tuple[Products, Products, Activation]:
-    """Both products of all experts, and what stands between."""
+def _experts(rows: ir.Value, at: ir.Node, dispatch: Dispatch) -> tuple[list[Products], Products, Activation]:
+    """The products of all experts, first ones and the last, and what stands between."""
     joined = producer(rows, "Concat")
     parts = [rows]
     if joined is not None:
         parts = [value for value in joined.inputs if value is not None]
         if len(parts) != dispatch.experts or attribute(joined, "axis", 0):
             raise NotThis(joined, f"does not put the rows of {dispatch.experts} experts behind each other")
-    first, last = Products(), Products()
+    first: list[Products] = []
+    last = Products()
     kinds = []
     for part in parts:
         down = linear_of(part)
         if down is None:
             raise NotThis(part.producer() or at, "gives rows that are no product of an expert's last weight")
-        kind, up = activation_of(down.rows, down.node)
-        first.parts.append(up)
+        kind, ups = activation_of(down.rows, down.node)
+        first = first or [Products() for _ in ups]
+        if len(ups) != len(first):
+            raise NotThis(down.node, "has another number of first products than expert 0")
+        for products, up in zip(first, ups, strict=True):
+            products.parts.append(up)
         last.parts.append(down)
         kinds.append(kind)
         if kind != kinds[0]:
             raise NotThis(down.node, f"its activation is another one than expert 0's: {kind} and {kinds[0]}")
-    if not first.parts[0].is_grouped and len(parts) != dispatch.experts:
-        raise NotThis(first.parts[0].node, f"is one product, and there are {dispatch.experts} experts")
-    for one in (first, last):
+    head = last.parts[0]
+    if not head.is_grouped and len(parts) != dispatch.experts:
+        raise NotThis(head.node, f"is one product, and there are {dispatch.experts} experts")
+    for one in (*first, last):
         check_alike(one, dispatch)
-    check_rows(first, dispatch)
+    for one in first:
+        check_rows(one, dispatch)
+    if len({one.parts[0].sizes for one in first}) > 1:
+        raise NotThis(head.node, "its rows are made of two products of different sizes")
     return first, last, kinds[0]
 
 
@@ -164,12 +174,11 @@ def replace(graph: ir.Graph, layer: Layer, names: set[str]) -> str:
     total = e.op("ReduceSum", weights, e.constant([1]), name="total", keepdims=1)
     # Not Log(0): a token that is padding has only such, and its output is 0 times something finite.
     scores = e.op("Log", e.op("Max", weights, e.constant(_TINY, np.float32)), name="scores")
-    turned = kind.halves
-    up = stacked_weight(e, layer.first, interleaved=turned)
-    up_bias = stacked_bias(e, layer.first, interleaved=turned)
-    down = stacked_weight(e, layer.last, interleaved=False)
-    down_bias = stacked_bias(e, layer.last, interleaved=False)
-    attributes: dict[str, Any] = {"k": layer.dispatch.top_k, "activation_type": kind.name}
+    experts, top_k = layer.dispatch.experts, layer.dispatch.top_k
+    turned = kind.halves or len(layer.first) == 2
+    up, up_bias = first_of(e, layer.first, experts, halves=kind.halves)
+    down, down_bias = stacked_weight(e, layer.last), stacked_bias(e, layer.last)
+    attributes: dict[str, Any] = {"k": top_k, "activation_type": kind.name}
     attributes["normalize_routing_weights"] = 1
     if kind.name == "swiglu":
         attributes |= {"swiglu_fusion": 1, "activation_alpha": kind.alpha, "activation_beta": kind.beta}
@@ -182,7 +191,6 @@ def replace(graph: ir.Graph, layer: Layer, names: set[str]) -> str:
         one.metadata_props[MARK] = NAME
     put(graph, e, node, [(node.outputs[0], done)], [node])
     how = ", its first weight interleaved" if turned else ""
-    experts, top_k = layer.dispatch.experts, layer.dispatch.top_k
     return f"{experts} experts, {top_k} a token, {kind.name}: com.microsoft MoE{how}"
 
 

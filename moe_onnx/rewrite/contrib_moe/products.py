@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import onnx_ir as ir
 
 from moe_onnx.rewrite.contrib_moe.dispatched import Dispatch
@@ -135,27 +136,51 @@ def check_alike(made: Products, dispatch: Dispatch) -> None:
             raise NotThis(bias, "adds rows that are not known to be the biases of the rows' experts")
 
 
-def stacked_weight(e: Inserter, made: Products, *, interleaved: bool) -> ir.Value:
-    """All experts' weights as the kernel reads them, ``[E, out, in]``."""
+def first_of(
+    e: Inserter, made: list[Products], experts: int, *, halves: bool
+) -> tuple[ir.Value, ir.Value | None]:
+    """Weight and bias of all experts' first product, in turns of gates and what they gate if need be."""
+    weights, biases = [stacked_weight(e, one) for one in made], [stacked_bias(e, one) for one in made]
+    width, into = made[0].parts[0].sizes
+    if len(made) == 1:
+        if halves:
+            bias = None if biases[0] is None else _interleaved(e, biases[0], width)
+            return _interleaved(e, weights[0], width, into), bias
+        return weights[0], biases[0]
+    weight = _in_turns(e, weights, 2 * width, into)
+    if biases == [None, None]:
+        return weight, None
+    given = [bias for bias in biases if bias is not None]
+    if len(given) == 1:
+        none = e.op("Expand", e.constant(0, np.float32), e.constant([experts, width]), name="no_bias")
+        given.insert(biases.index(None), none)
+    return weight, _in_turns(e, given, 2 * width)
+
+
+def stacked_weight(e: Inserter, made: Products) -> ir.Value:
+    """All experts' weights, ``[E, out, in]``."""
     head = made.parts[0]
     whole = head.weight if head.is_grouped else _common(e, [one.weight for one in made.parts], 3)
-    if head.turned:
-        whole = e.op("Transpose", whole, name="turned", perm=[0, 2, 1])
-    return whole if not interleaved else _interleaved(e, whole, *head.sizes)
+    return e.op("Transpose", whole, name="turned", perm=[0, 2, 1]) if head.turned else whole
 
 
-def stacked_bias(e: Inserter, made: Products, *, interleaved: bool) -> ir.Value | None:
+def stacked_bias(e: Inserter, made: Products) -> ir.Value | None:
     """All experts' biases, ``[E, out]``, None where there are none."""
     biases = [one.bias for one in made.parts]
     if biases[0] is None:
         return None
     if made.parts[0].is_grouped:
         gather = producer(biases[0], "Gather")
-        assert gather is not None and gather.inputs[0] is not None
-        whole = gather.inputs[0]
-    else:
-        whole = _common(e, [bias for bias in biases if bias is not None], 2)
-    return whole if not interleaved else _interleaved(e, whole, made.parts[0].sizes[0])
+        assert gather is not None
+        return gather.inputs[0]
+    return _common(e, [bias for bias in biases if bias is not None], 2)
+
+
+def _in_turns(e: Inserter, both: list[ir.Value], width: int, *rest: int) -> ir.Value:
+    """The first of the one, the first of the other, and so on."""
+    columns = [e.op("Unsqueeze", one, e.constant([2])) for one in both]
+    mixed = e.op("Concat", *columns, name="mixed", axis=2)
+    return e.op("Reshape", mixed, e.constant([-1, width, *rest]), name="interleaved")
 
 
 def _interleaved(e: Inserter, whole: ir.Value, width: int, *rest: int) -> ir.Value:

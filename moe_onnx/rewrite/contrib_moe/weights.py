@@ -17,6 +17,12 @@ _READ = {"ScatterElements": (0, 2), "ScatterND": (0, 2), "Where": (1, 2)}
 _READABLE = 1024  # elements
 
 
+def _fills(node: ir.Node | None) -> float:
+    """What a ConstantOfShape is full of."""
+    value = None if node is None else node.attributes.get("value")
+    return 0.0 if value is None else float(value.as_tensor().numpy().reshape(-1)[0])
+
+
 def check_never_negative(value: ir.Value, at: ir.Node) -> None:
     """See that no element of a value can be negative.
 
@@ -34,7 +40,7 @@ def check_never_negative(value: ir.Value, at: ir.Node) -> None:
             if (tensor.numpy() >= 0).all():
                 continue
             raise NotThis(reader, f"weighs by '{one.name}', which has negative numbers; MoE cannot")
-        if is_op(node, *_POSITIVE):
+        if is_op(node, *_POSITIVE) or (is_op(node, "ConstantOfShape") and _fills(node) >= 0):
             continue
         places: tuple[int, ...] = ()
         if node is not None and is_op(node, *_IF_FIRST):
