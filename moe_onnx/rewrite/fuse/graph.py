@@ -130,6 +130,21 @@ class Inserter:
         """A node of one output."""
         return self.ops(kind, *inputs, outputs=1, name=name, **attributes)[0]
 
+    def like(self, node: ir.Node, inputs: Sequence[ir.Value | None], name: str = "") -> Sequence[ir.Value]:
+        """A node of the same kind and attributes, with other inputs."""
+        attrs = {key: attr for key, attr in node.attributes.items() if not attr.is_ref()}
+        made = self.ops(node.op_type, *inputs, outputs=len(node.outputs), name=name)
+        for attr in attrs.values():
+            self.nodes[-1].attributes.add(attr)
+        return made
+
+    def discard(self) -> None:
+        """Forget what was made: it must not be seen as reading anything."""
+        for node in self.nodes:
+            for i in range(len(node.inputs)):
+                node.replace_input_with(i, None)
+        self.nodes.clear()
+
     def constant(self, value: Any, dtype: Any = np.int64) -> ir.Value:
         """A node, not an initializer, which functions do not have."""
         made = self.op("Constant", value=ir.tensor(np.asarray(value, dtype)))
