@@ -28,6 +28,10 @@ LAYERS: dict[str, tuple[str, bool, bool]] = {
     "assign": ("Assign", False, False),
     "tokens": ("Tokens", True, False),
     "pairs": ("Pairs", False, True),
+    "dense": ("Dense", False, True),
+    "dense stack": ("DenseStack", False, False),
+    "dense batch": ("DenseBatch", True, False),
+    "dense einsum": ("DenseEinsum", True, False),
 }
 
 

@@ -103,6 +103,51 @@ class Pairs(Layer):
         return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
 
 
+class Dense(Layer):
+    """All experts for all tokens, one after the other, with a gate by scatter."""
+
+    def forward(self, x: Any) -> Any:
+        weights, ids = self.route(x)
+        gate = torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype).scatter(1, ids, weights)
+        out = 0.5 * x
+        for e in range(EXPERTS):
+            out = out + self.expert(e, x) * gate[:, e, None]
+        return out
+
+
+class DenseStack(Layer):
+    """All experts stacked, with a gate by a Softmax of scores of which the others are -inf."""
+
+    def forward(self, x: Any) -> Any:
+        scores = self.gate(x)
+        best, ids = torch.topk(scores, TOP_K, dim=-1)
+        gate = F.softmax(torch.full_like(scores, float("-inf")).scatter(1, ids, best), dim=-1)
+        rows = torch.stack([self.expert(e, x) for e in range(EXPERTS)], dim=1)
+        return torch.einsum("te,teh->th", gate, rows)
+
+
+class DenseBatch(Layer):
+    """Batched products of stacked weights, with a gate by one_hot."""
+
+    def forward(self, x: Any) -> Any:
+        weights, ids = self.route(x)
+        gate = (F.one_hot(ids, EXPERTS).to(x.dtype) * weights.unsqueeze(-1)).sum(1)
+        left, right = torch.bmm(x.unsqueeze(0).expand(EXPERTS, -1, -1), self.up.transpose(1, 2)).chunk(2, -1)
+        rows = torch.bmm(F.silu(left) * right, self.down.transpose(1, 2))
+        return (rows * gate.t().unsqueeze(-1)).sum(0)
+
+
+class DenseEinsum(Layer):
+    """The same by einsum, tokens first."""
+
+    def forward(self, x: Any) -> Any:
+        weights, ids = self.route(x)
+        gate = torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype).scatter(1, ids, weights)
+        left, right = torch.einsum("th,efh->tef", x, self.up).chunk(2, dim=-1)
+        rows = torch.einsum("tef,ehf->teh", F.silu(left) * right, self.down)
+        return torch.einsum("teh,te->th", rows, gate)
+
+
 def exported(module: Any, path: Path, dynamo: bool) -> onnx.ModelProto:
     """By torch.onnx.export, for any number of tokens."""
     # Many: where an expert gets one row, TorchScript freezes that number.

@@ -10,7 +10,7 @@ from onnx import ModelProto
 
 from moe_onnx.adapters.function_body import OLDEST_OPSET, missing_bodies
 from moe_onnx.rewrite.by_ir import by_ir
-from moe_onnx.rewrite.fuse import batched, contrib, unrolled
+from moe_onnx.rewrite.fuse import batched, contrib, dense, unrolled
 from moe_onnx.rewrite.fuse.graph import NAME, NotThis
 from moe_onnx.rewrite.fuse.reading import Reader
 from moe_onnx.rewrite.fuse.types import MAIN, Types, inferred, typed
@@ -60,6 +60,14 @@ def _fuse_graph(graph: ir.Graph, reader: Reader, names: set[str], version: int, 
             last = chain.last
             _check_opset(last, version)
             notes.applied(last, unrolled.rewrite(graph, chain, reader, names), place)
+    sums, misses = dense.sums(graph, reader)
+    for why in misses:
+        notes.skipped(why.node, why.reason)
+    for one in sums:
+        with _said(notes):
+            node = one.node
+            _check_opset(node, version)
+            notes.applied(node, dense.rewrite(graph, one, reader, names), place)
     for flat_ids, nodes in batched.gathers(graph).items():
         if reader.meaning(flat_ids, "at") is not None:
             continue  # rows of experts, one after the other

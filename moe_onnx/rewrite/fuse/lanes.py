@@ -46,7 +46,6 @@ class Lanes:
     new: Rows
     products: int = 0
     old: set[ir.Node] = field(default_factory=set)
-    starts: set[ir.Value] = field(default_factory=set)
     _made: dict[Values, ir.Value] = field(default_factory=dict)
     _depends: dict[tuple[int, ir.Value], bool] = field(default_factory=dict)
 
@@ -58,8 +57,13 @@ class Lanes:
         """
         if values in self._made:
             return self._made[values]
-        if all(self.is_start(i, value) for i, value in enumerate(values)):
-            self.starts.update(values)
+        starts = [self.is_start(i, value) for i, value in enumerate(values)]
+        if any(starts) and not all(starts):
+            other = values[starts.index(False)]
+            raise NotThis(
+                other.producer() or at, f"'{other.name}' stands where another expert has its tokens"
+            )
+        if all(starts):
             self._made[values] = self.new.rows
             return self.new.rows
         nodes = [value.producer() for value in values]

@@ -110,10 +110,25 @@ def build(e: Inserter, reader: Reader, layer: Layer, at: ir.Node) -> tuple[ir.Va
     for end in layer.ends:
         if end.source != first.source or end.cast != first.cast:
             raise NotThis(end.node, "takes its weights from another place than another expert does")
-    source = reader.now(first.source.value)
-    if not same_rows(source, layer.choice.ids):
-        raise NotThis(first.node, f"weights '{source.name}' are not known to be as many as {layer.choice}")
-    pairs = Pairs(layer.choice.ids, source, layer.choice.top_k, layer.count, reader.now(layer.tokens))
+    pairs, index, new = dispatched(e, reader, layer.choice, layer.count, layer.tokens, first.source)
+    if not same_rows(pairs.weights, layer.choice.ids):
+        raise NotThis(
+            first.node, f"weights '{pairs.weights.name}' are not known to be as many as {layer.choice}"
+        )
+    params = Params(e, reader, layer.experts, layer.count, layer.body)
+    lanes = Lanes(e, params, layer.is_start, new)
+    last = lanes.merged(tuple(end.rows for end in layer.ends), at)
+    if not lanes.products:
+        raise NotThis(first.node, "no expert has a product with weights of its own")
+    y = weighted_sum(e, pairs, first.source, first.cast, first.rows.dtype, last, index, first.node)
+    return y, lanes
+
+
+def dispatched(
+    e: Inserter, reader: Reader, choice: Choice, count: int, tokens: ir.Value, source: Source
+) -> tuple[Pairs, ir.Value, Rows]:
+    """Rows of the tokens in the order of experts; their index; what stands for the tokens of all lanes."""
+    pairs = Pairs(choice.ids, reader.now(source.value), choice.top_k, count, reader.now(tokens))
     rows, index, counts, chosen = dispatch(e, pairs)
     made: list[ir.Value] = []
 
@@ -122,29 +137,28 @@ def build(e: Inserter, reader: Reader, layer: Layer, at: ir.Node) -> tuple[ir.Va
             made.append(expert_of_row(e, index, chosen))
         return made[0]
 
-    params = Params(e, reader, layer.experts, layer.count, layer.body)
-    lanes = Lanes(e, params, layer.is_start, Rows(rows, counts, of_rows))
-    last = lanes.merged(tuple(end.rows for end in layer.ends), at)
-    if not lanes.products:
-        raise NotThis(first.node, "no expert has a product with weights of its own")
-    return _sum(e, pairs, first, last, index), lanes
+    return pairs, index, Rows(rows, counts, of_rows)
 
 
-def _sum(e: Inserter, pairs: Pairs, first: Weighted, last: ir.Value, index: ir.Value) -> ir.Value:
+def weighted_sum(
+    e: Inserter, pairs: Pairs, source: Source, cast: int | None, dtype: ir.DataType | None, last: ir.Value,
+    index: ir.Value, at: ir.Node,
+) -> ir.Value:  # fmt: skip
+    """The sum of each token's rows, times its weights.
+
+    Raises:
+        NotThis: If rows and weights are of different dtypes.
+    """
     weights = pairs.weights
-    if first.cast is not None:
-        weights = e.op("Cast", weights, name="weights_cast", to=first.cast)
-        weights.dtype = ir.DataType(first.cast)
-        weights.shape = pairs.weights.shape
-    if weights.dtype is None or weights.dtype != first.rows.dtype:
-        raise NotThis(
-            first.node,
-            f"rows and weights are not known to have one dtype: {first.rows.dtype} and {weights.dtype}",
-        )
+    if cast is not None:
+        weights = e.op("Cast", weights, name="weights_cast", to=cast)
+        weights.dtype, weights.shape = ir.DataType(cast), pairs.weights.shape
+    if weights.dtype is None or weights.dtype != dtype:
+        raise NotThis(at, f"rows and weights are not known to have one dtype: {dtype} and {weights.dtype}")
     pairs.weights = weights
-    is_dense = first.source.kind == "dense"
+    is_dense = source.kind == "dense"
     if is_dense and size(weights, 1) not in (pairs.experts, None):
-        raise NotThis(first.node, f"weights '{weights.name}' are not of {pairs.experts} experts")
+        raise NotThis(at, f"weights '{weights.name}' are not of {pairs.experts} experts")
     return combine(e, pairs, last, index, weights if is_dense else None)
 
 

@@ -67,7 +67,7 @@ class Reader:
         if first is None:
             return None
         found = _RULES[node.op_type](self, node, value) if node.op_type in _RULES else None
-        if found is not None or first.what in ("pick", "gate") or _puts_rows(self, node):
+        if found is not None or first.what in ("pick", "gate") or _is_other(self, node):
             return found  # weights and rows are computed with: a matter of the experts
         return Lost(
             node,
@@ -76,8 +76,10 @@ class Reader:
         )
 
 
-def _puts_rows(reader: Reader, node: ir.Node) -> bool:
-    """Whether a scatter makes rows of tokens: what they mean is a matter of the experts, too."""
+def _is_other(reader: Reader, node: ir.Node) -> bool:
+    """Whether a node makes rows of tokens, or looks something up by ids: a matter of the experts, too."""
+    if is_op(node, "Gather", "GatherElements", "GatherND"):
+        return reader.read(node.inputs[0]) is None and reader.meaning(node.inputs[1], "ids") is not None
     return is_op(node, "ScatterND", "ScatterElements") and reader.meaning(node.inputs[1], "at") is not None
 
 
