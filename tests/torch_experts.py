@@ -148,6 +148,51 @@ class DenseEinsum(Layer):
         return torch.einsum("teh,te->th", rows, gate)
 
 
+@torch.jit.script
+def in_turns(x, ids, weights, up, down):
+    out = torch.zeros_like(x)
+    mask = F.one_hot(ids, up.shape[0]).permute(2, 1, 0)
+    used = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+    for i in range(used.shape[0]):
+        e = used[i, 0]
+        choice, token = torch.where(mask[e])
+        left, right = F.linear(x[token], up[e]).chunk(2, dim=-1)
+        rows = F.linear(F.silu(left) * right, down[e]) * weights[token, choice].unsqueeze(-1)
+        out = out.index_add(0, token, rows)
+    return out
+
+
+class ScriptedLoop(Layer):
+    """A loop over the experts that were chosen, which TorchScript keeps as a Loop."""
+
+    def forward(self, x: Any) -> Any:
+        weights, ids = self.route(x)
+        return in_turns(x, ids, weights, self.up, self.down)
+
+
+class WhileLoop(Layer):
+    """A while_loop over all experts with a dense gate, which dynamo keeps as a Loop."""
+
+    def forward(self, x: Any) -> Any:
+        from torch._higher_order_ops.while_loop import while_loop
+
+        weights, ids = self.route(x)
+        gate = torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype).scatter(1, ids, weights)
+
+        def turn(e: Any, out: Any) -> tuple[Any, Any]:
+            up, down = (torch.index_select(w, 0, e.reshape(1)).squeeze(0) for w in (self.up, self.down))
+            left, right = F.linear(x, up).chunk(2, dim=-1)
+            rows = F.linear(F.silu(left) * right, down) * torch.index_select(gate, 1, e.reshape(1))
+            return e + 1, out + rows
+
+        if not torch.compiler.is_compiling():  # torch has no gradient of it
+            e, out = torch.tensor(0), torch.zeros_like(x)
+            while e < EXPERTS:
+                e, out = turn(e, out)
+            return out
+        return while_loop(lambda e, out: e < EXPERTS, turn, (torch.tensor(0), torch.zeros_like(x)))[1]
+
+
 def exported(module: Any, path: Path, dynamo: bool) -> onnx.ModelProto:
     """By torch.onnx.export, for any number of tokens."""
     # Many: where an expert gets one row, TorchScript freezes that number.

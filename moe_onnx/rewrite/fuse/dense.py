@@ -26,7 +26,7 @@ from moe_onnx.rewrite.fuse.graph import (
     reads,
 )
 from moe_onnx.rewrite.fuse.layer import Layer, Weighted, build, check_experts, check_tokens, told
-from moe_onnx.rewrite.fuse.meaning import Meaning
+from moe_onnx.rewrite.fuse.meaning import Expert, Meaning
 from moe_onnx.rewrite.fuse.reading import Reader
 from moe_onnx.rewrite.fuse.shapes import is_filled, same_rows
 from moe_onnx.rewrite.fuse.stacked import build_stacked
@@ -43,7 +43,7 @@ class Sum:
     out: ir.Value
     node: ir.Node
     gate: Meaning
-    terms: list[tuple[Weighted, int]] = field(default_factory=list)
+    terms: list[tuple[Weighted, Expert]] = field(default_factory=list)
     others: list[ir.Value] = field(default_factory=list)
     stack: ir.Value | None = None
     axis: int = 0
@@ -58,7 +58,7 @@ def sums(graph: ir.Graph, reader: Reader) -> tuple[list[Sum], list[NotThis]]:
         one = _of_stack(reader, node)
         if one is not None:
             found[one.out] = one
-        elif is_op(node, "Mul") and _term(reader, node) is not None:
+        elif is_op(node, "Mul") and _number(reader, node) is not None:
             root = _root(node)
             if root not in found and root.producer() is not node:
                 found[root] = _of_terms(reader, root, node)
@@ -111,7 +111,7 @@ def _rewrite(graph: ir.Graph, one: Sum, reader: Reader, e: Inserter) -> str:
             one.terms = terms
         numbers = [number for _, number in one.terms]
         count = check_experts(numbers, choice, [term.node for term, _ in one.terms])
-        ends = [term for term, _ in sorted(one.terms, key=lambda pair: pair[1])]
+        ends = [term for term, _ in sorted(one.terms, key=lambda pair: int(pair[1]))]  # type: ignore[arg-type]
         tokens = _common(reader, ends, choice.ids, one.node)
         check_tokens(tokens, choice, one.node)
         layer = Layer(choice, count, tokens, list(range(count)), ends, lambda lane, value: value is tokens)
@@ -137,15 +137,21 @@ def _check_unread(old: set[ir.Node], ends: set[ir.Node]) -> None:
                     raise NotThis(use.node, f"reads rows '{out.name}' beside the layer")
 
 
-def _term(reader: Reader, node: ir.Node) -> tuple[Weighted, int, Meaning] | None:
+def term_of(reader: Reader, node: ir.Node) -> tuple[Weighted, Expert, Meaning] | None:
     """``rows * gate[:, e]``."""
     for i in (0, 1):
         gate, rows = reader.meaning(node.inputs[1 - i], "gate"), node.inputs[i]
-        if gate is None or gate.axes != ("T", "1") or not isinstance(gate.expert, int):
+        if gate is None or gate.axes != ("T", "1") or gate.expert is None:
             continue
         if rows is not None and rank(rows) == 2 and gate.source is not None:
             return Weighted(rows, gate.source, gate.cast, node), gate.expert, gate
     return None
+
+
+def _number(reader: Reader, node: ir.Node) -> int | None:
+    """The expert whose rows a node weighs, if that is a number."""
+    term = term_of(reader, node)
+    return term[1] if term is not None and isinstance(term[1], int) else None
 
 
 def _root(node: ir.Node) -> ir.Value:
@@ -157,7 +163,7 @@ def _root(node: ir.Node) -> ir.Value:
 
 
 def _of_terms(reader: Reader, root: ir.Value, first: ir.Node) -> Sum:
-    found = _term(reader, first)
+    found = term_of(reader, first)
     maker = root.producer()
     assert found is not None and maker is not None
     made = Sum(root, maker, found[2])
@@ -165,7 +171,7 @@ def _of_terms(reader: Reader, root: ir.Value, first: ir.Node) -> Sum:
     while waiting:
         value = waiting.pop()
         node = value.producer()
-        term = None if node is None or not is_op(node, "Mul") else _term(reader, node)
+        term = None if node is None or not is_op(node, "Mul") else term_of(reader, node)
         if term is not None and term[2].choice == made.gate.choice:
             made.terms.append(term[:2])
         elif (
@@ -214,14 +220,14 @@ def _of_stack(reader: Reader, node: ir.Node) -> Sum | None:
     return None
 
 
-def _parts(one: Sum, reader: Reader) -> list[tuple[Weighted, int]]:
+def _parts(one: Sum, reader: Reader) -> list[tuple[Weighted, Expert]]:
     """The experts that a stack is made of one by one."""
     node = producer(one.stack, "Concat")
     if node is None or one.gate.source is None:
         return []
     if attribute(node, "axis", 0) % 3 != one.axis:
         return []
-    found = []
+    found: list[tuple[Weighted, Expert]] = []
     for number, part in enumerate(node.inputs):
         lifted = producer(part, "Unsqueeze")
         if (

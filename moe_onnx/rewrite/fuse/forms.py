@@ -10,8 +10,9 @@ from onnx import ModelProto
 
 from moe_onnx.adapters.function_body import OLDEST_OPSET, missing_bodies
 from moe_onnx.rewrite.by_ir import by_ir
-from moe_onnx.rewrite.fuse import batched, contrib, dense, unrolled
+from moe_onnx.rewrite.fuse import batched, contrib, dense, loops, unrolled
 from moe_onnx.rewrite.fuse.graph import NAME, NotThis
+from moe_onnx.rewrite.fuse.meaning import Lost, Meaning
 from moe_onnx.rewrite.fuse.reading import Reader
 from moe_onnx.rewrite.fuse.types import MAIN, Types, inferred, typed
 from moe_onnx.rewrite.nodes import all_nodes, opset_of
@@ -44,7 +45,8 @@ def _fuse(model: ir.Model, types: Mapping[tuple[str, str, str], Types], notes: N
             reader = Reader()
             reader.scan(home)
             for graph in inside:
-                _fuse_graph(graph, reader, names, version, notes)
+                if graph in (home, *home.subgraphs()):  # bodies of loops may be gone
+                    _fuse_graph(graph, reader, names, version, notes)
         if any(node.domain == DOMAIN for graph in inside for node in graph):
             home.opset_imports.setdefault(DOMAIN, VERSION)
             model.opset_imports.setdefault(DOMAIN, VERSION)
@@ -68,8 +70,13 @@ def _fuse_graph(graph: ir.Graph, reader: Reader, names: set[str], version: int, 
             node = one.node
             _check_opset(node, version)
             notes.applied(node, dense.rewrite(graph, one, reader, names), place)
+    for node in loops.loops(graph, reader):
+        with _said(notes):
+            _check_opset(node, version)
+            notes.applied(node, loops.rewrite(graph, node, reader, names), place)
     for flat_ids, nodes in batched.gathers(graph).items():
-        if reader.meaning(flat_ids, "at") is not None:
+        seen = reader.read(flat_ids)
+        if (isinstance(seen, Meaning) and seen.what == "at") or (isinstance(seen, Lost) and seen.found):
             continue  # rows of experts, one after the other
         with _said(notes):
             _check_opset(nodes[0], version)

@@ -171,6 +171,12 @@ def put(
     graph.insert_before(before, made.nodes)
     for old, new in instead:
         _take_over(graph, old, new)
+    prune(gone)
+    graph.sort()
+
+
+def prune(gone: Iterable[ir.Node]) -> None:
+    """Take away nodes that nothing reads, and what only they read."""
     dropped = list(gone)
     while dropped:
         node = dropped.pop()
@@ -187,7 +193,19 @@ def put(
             ):
                 assert value.graph is not None and value.name is not None
                 value.graph.initializers.pop(value.name, None)
-    graph.sort()
+
+
+def detach(graph: ir.Graph) -> list[ir.Value]:
+    """Let a body that will be taken away read nothing; what it read of the graphs around it."""
+    inside = [graph, *graph.subgraphs()]
+    read: dict[ir.Value, None] = {}
+    for inner in inside:
+        for node in inner:
+            for i, value in enumerate(node.inputs):
+                if value is not None and value.graph not in inside:
+                    read[value] = None
+                node.replace_input_with(i, None)
+    return list(read)
 
 
 def _take_over(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:

@@ -65,7 +65,7 @@ def _gather(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     data, index = node.inputs[:2]
     one, at = reader.read(data), reader.read(index)
     axis = attribute(node, "axis", 0)
-    if isinstance(at, Meaning):
+    if isinstance(at, Meaning) and at.what != "turn":
         if at.what != "at" or at.axes != ("N",) or len(at.coords) != 1 or data is None:
             return None
         return _picked(reader, data, at, axis % (rank(data) or 1))

@@ -10,6 +10,7 @@ into ``[T*K, H]``, and summed with their weights behind the last expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -48,9 +49,9 @@ def chains(graph: ir.Graph, reader: Reader) -> tuple[list[Chain], list[NotThis]]
         except NotThis as why:
             misses.setdefault(why.node, why)
             continue
-        if step is not None:
+        if step is not None and isinstance(step.walk.expert, int):
             by_after[step.after] = step
-        elif is_op(node, "ScatterND", "ScatterElements"):
+        elif step is None and is_op(node, "ScatterND", "ScatterElements"):
             lost = reader.read(node.inputs[1])
             if isinstance(lost, Lost) and lost.found:
                 misses.setdefault(lost.node, NotThis(lost.node, lost.reason))
@@ -93,7 +94,7 @@ def _rewrite(graph: ir.Graph, chain: Chain, reader: Reader, e: Inserter) -> str:
     ordered = sorted(steps, key=lambda step: int(step.walk.expert))  # type: ignore[arg-type]
     walks = [step.walk for step in ordered]
     if into in ("tokens", "covered"):
-        ends = [weighted(reader, step.updates, _is_of(step.walk), step.scatter) for step in ordered]
+        ends = [weighted(reader, step.updates, is_of(step.walk), step.scatter) for step in ordered]
         out, gone = steps[-1].after, chain.last
     else:
         if into == "added pairs":
@@ -103,7 +104,7 @@ def _rewrite(graph: ir.Graph, chain: Chain, reader: Reader, e: Inserter) -> str:
         source = Source("pairs", block.weights)
         ends = [Weighted(step.updates, source, None, block.end) for step in ordered]
         out, gone = block.total.outputs[0], block.total
-    tokens = _tokens(reader, ends, walks, steps[0].scatter)
+    tokens = tokens_of(reader, ends, walks, steps[0].scatter)
     check_tokens(tokens, choice, steps[0].scatter)
 
     def is_start(lane: int, value: ir.Value) -> bool:
@@ -123,12 +124,17 @@ def _rewrite(graph: ir.Graph, chain: Chain, reader: Reader, e: Inserter) -> str:
     return told(layer, lanes, "loop")
 
 
-def _is_of(walk: Walk):  # type: ignore[no-untyped-def]
+def is_of(walk: Walk) -> Callable[[Meaning], bool]:
+    """Whether something is a number for each row of a walk."""
     return lambda found: found.what == "pick" and found.walk == walk and found.axes == ("N", "1")
 
 
-def _tokens(reader: Reader, ends: list[Weighted], walks: list[Walk], at: ir.Node) -> ir.Value:
-    """What the rows of the first expert are rows of."""
+def tokens_of(reader: Reader, ends: list[Weighted], walks: list[Walk], at: ir.Node) -> ir.Value:
+    """What the rows of the first expert are rows of.
+
+    Raises:
+        NotThis: If they are rows of no tokens that it has chosen.
+    """
     seen: set[ir.Value] = set()
     waiting = [ends[0].rows]
     while waiting:
