@@ -148,6 +148,35 @@ class DenseEinsum(Layer):
         return torch.einsum("teh,te->th", rows, gate)
 
 
+class Permute(Layer):
+    """Megatron-Core's permute and unpermute by a routing map; experts with gathered weights."""
+
+    def forward(self, x: Any) -> Any:
+        weights, ids = self.route(x)
+        probs = torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype).scatter(1, ids, weights)
+        chosen = torch.zeros(x.shape[0], EXPERTS, dtype=torch.int64).scatter(1, ids, 1).bool()
+        token, expert, weight = self.places(chosen, probs)
+        rows = x.index_select(0, token)
+        left, right = torch.bmm(self.up[expert], rows.unsqueeze(-1)).squeeze(-1).chunk(2, dim=-1)
+        rows = torch.bmm(self.down[expert], (F.silu(left) * right).unsqueeze(-1)).squeeze(-1)
+        out = torch.zeros_like(x)
+        return out.scatter_add(0, token.unsqueeze(1).expand(-1, HIDDEN), rows * weight.unsqueeze(-1))
+
+    def places(self, chosen: Any, probs: Any) -> tuple[Any, Any, Any]:
+        expert, token = chosen.t().nonzero(as_tuple=True)
+        return token, expert, probs[token, expert]
+
+
+class PermuteSelect(Permute):
+    """The same by masked_select, which dynamo does not export."""
+
+    def places(self, chosen: Any, probs: Any) -> tuple[Any, Any, Any]:
+        chosen, count = chosen.t().contiguous(), chosen.shape[0]
+        token = torch.arange(count).unsqueeze(0).expand(EXPERTS, -1).masked_select(chosen)
+        expert = torch.arange(EXPERTS).unsqueeze(1).expand(-1, count).masked_select(chosen)
+        return token, expert, probs.t().contiguous().masked_select(chosen)
+
+
 @torch.jit.script
 def in_turns(x, ids, weights, up, down):
     out = torch.zeros_like(x)

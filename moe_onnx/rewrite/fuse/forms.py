@@ -10,7 +10,7 @@ from onnx import ModelProto
 
 from moe_onnx.adapters.function_body import OLDEST_OPSET, missing_bodies
 from moe_onnx.rewrite.by_ir import by_ir
-from moe_onnx.rewrite.fuse import batched, contrib, dense, loops, unrolled
+from moe_onnx.rewrite.fuse import batched, contrib, dense, loops, masked, unrolled
 from moe_onnx.rewrite.fuse.graph import NAME, NotThis
 from moe_onnx.rewrite.fuse.meaning import Lost, Meaning
 from moe_onnx.rewrite.fuse.reading import Reader
@@ -70,6 +70,13 @@ def _fuse_graph(graph: ir.Graph, reader: Reader, names: set[str], version: int, 
             node = one.node
             _check_opset(node, version)
             notes.applied(node, dense.rewrite(graph, one, reader, names), place)
+    for why in masked.unproved(graph, reader):
+        notes.skipped(why.node, why.reason)
+    for permuted in masked.permutations(graph, reader):
+        with _said(notes):
+            node = permuted.rows[0]
+            _check_opset(node, version)
+            notes.applied(node, masked.rewrite(graph, permuted, reader, names), place)
     for node in loops.loops(graph, reader):
         with _said(notes):
             _check_opset(node, version)

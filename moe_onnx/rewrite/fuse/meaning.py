@@ -1,6 +1,7 @@
 """What the values of a router mean, as far as matchers need it: each of their axes has a letter.
 
 T tokens, K choices of a token, E experts, P pairs of token and choice (T*K in a row),
+    A cells of token and expert (T*E in a row),
 N found pairs (rows of an expert), 1 an axis of size 1, 2 the coordinates of a pair, C columns, all alike
 """
 

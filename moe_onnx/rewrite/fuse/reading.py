@@ -69,17 +69,14 @@ class Reader:
         found = _RULES[node.op_type](self, node, value) if node.op_type in _RULES else None
         if found is not None or first.what in ("pick", "gate") or _is_other(self, node):
             return found  # weights and rows are computed with: a matter of the experts
-        return Lost(
-            node,
-            f"{node.op_type} of {_NAMES[first.what]} {first.choice} is no step that is known",
-            first.what == "at",
-        )
+        why = f"{node.op_type} of {_NAMES[first.what]} {first.choice} is no step that is known"
+        return Lost(node, why, first.what == "at" or is_op(node, "NonZero"))
 
 
 def _is_other(reader: Reader, node: ir.Node) -> bool:
     """Whether a node makes rows of tokens, or looks something up by ids: a matter of the experts, too."""
     if is_op(node, "Gather", "GatherElements", "GatherND"):
-        return reader.read(node.inputs[0]) is None and reader.meaning(node.inputs[1], "ids") is not None
+        return reader.read(node.inputs[0]) is None and reader.meaning(node.inputs[1], "ids", "at") is not None
     return is_op(node, "ScatterND", "ScatterElements") and reader.meaning(node.inputs[1], "at") is not None
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from moe_onnx.rewrite.fuse.graph import attribute, ints, producer, rank, reads, size
+from moe_onnx.rewrite.fuse.grids import grid
 from moe_onnx.rewrite.fuse.meaning import Meaning, Source
 from moe_onnx.rewrite.fuse.shapes import dims, folded, wanted_shape
 
@@ -101,6 +102,8 @@ def _reshaped(one: Meaning, shape: list[int | None]) -> Meaning | None:
     k = one.choice.top_k
     if solid == ["T", "K"] and len(places) == 1:
         solid = ["P"]
+    elif solid == ["T", "E"] and len(places) == 1:
+        solid = ["A"]
     elif solid == ["P"] and len(places) == 2 and shape[places[1]] == k:
         solid = ["T", "K"]
     elif solid == ["T", "K"] and k == 1 and len(places) == 1:
@@ -120,6 +123,8 @@ def _expand(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     one, given = _first(reader, node), dims(node.inputs[0])
     like = producer(node.inputs[1], "Shape")
     if one is None or (like is not None and reader.read(like.inputs[0]) == one):
+        return one
+    if one.axes == ("E", "T") and like is not None and grid(like.inputs[0], one.choice) is not None:
         return one
     asked = asked_dims(node.inputs[1], value)
     if len(asked) != len(one.axes):

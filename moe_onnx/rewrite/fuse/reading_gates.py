@@ -123,8 +123,9 @@ def _multiplied(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | Non
 
 def _scaled(at: Meaning, factor: ir.Value | None) -> Meaning | None:
     """``token * K``, the first part of an index of pairs."""
-    if at.coords == ("T",) and number(factor) == at.choice.top_k:
-        return replace(at, coords=("T*K",))
+    times = number(factor) if at.coords == ("T",) else None
+    if times is not None and times in (at.choice.top_k, at.choice.experts):
+        return replace(at, coords=(f"T*{times}",))
     return None
 
 

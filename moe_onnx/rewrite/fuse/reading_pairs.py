@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from moe_onnx.rewrite.fuse.graph import attribute, rank, size
+from moe_onnx.rewrite.fuse.grids import grid
 from moe_onnx.rewrite.fuse.meaning import Meaning, Source, Walk
 from moe_onnx.rewrite.fuse.reading_axes import taken
 from moe_onnx.rewrite.fuse.reading_gates import expert_at
@@ -55,9 +56,10 @@ def _added(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     left, right = (reader.meaning(one, "at") for one in node.inputs)
     if left is None or right is None or left.walk != right.walk or left.axes != right.axes:
         return None
-    if {left.coords, right.coords} == {("T*K",), ("K",)}:
+    choice, both = left.choice, {left.coords, right.coords}
+    if both == {(f"T*{choice.top_k}",), ("K",)}:
         return replace(left, coords=("P",))
-    return None
+    return replace(left, coords=("A",)) if both == {(f"T*{choice.experts}",), ("E",)} else None
 
 
 def _gather(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
@@ -113,12 +115,14 @@ def _picked(reader: Reader, data: ir.Value, at: Meaning, axis: int) -> Meaning |
         if not set(rest) <= {"N", "1"}:
             return None
         fixed = gate.expert is not None and gate.expert == walk.expert and letters == coords == ("T",)
-        full = gate.expert is None and letters == coords and set(coords) == {"T", "E"}
+        full = gate.expert is None and letters == coords and set(coords) in ({"T", "E"}, {"A"})
         if not (fixed or full):
             return None
         return Meaning("pick", rest, at.choice, walk=walk, source=gate.source, cast=gate.cast)
     if coords == ("P",) and axis == 0 and (tokens := repeated_tokens(data, at.choice.top_k)) is not None:
         return Meaning("pick", ("N", "H"), at.choice, walk=walk, of=tokens)
+    if coords == ("E", "T") and axis == 0 and (counted := grid(data, at.choice)) is not None:
+        return replace(at, axes=("N",), coords=(counted,))
     found = view(data)
     if found is None:
         return None

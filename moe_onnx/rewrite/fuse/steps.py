@@ -45,7 +45,7 @@ def step_of(reader: Reader, node: ir.Node) -> Step | None:
     kind = attribute(node, "reduction", "none")
     if kind not in ("none", "add"):
         raise NotThis(node, f"combines rows by reduction={kind!r}")
-    updates, nodes = _updates(reader, node, at, updates)
+    updates, nodes = updates_of(reader, node, at, updates)
     into = "tokens" if at.coords[0] == "T" else "pairs"
     step = Step(node, data, updates, after, at.walk, into, {node, *nodes})
     if kind == "add":
@@ -79,8 +79,10 @@ def step_of(reader: Reader, node: ir.Node) -> Step | None:
     )
 
 
-def _updates(reader: Reader, node: ir.Node, at: Meaning, updates: ir.Value) -> tuple[ir.Value, list[ir.Node]]:
-    """The rows that are put, behind what only spells out their shape.
+def updates_of(
+    reader: Reader, node: ir.Node, at: Meaning, updates: ir.Value
+) -> tuple[ir.Value, list[ir.Node]]:
+    """The rows that a scatter puts, behind what only spells out their shape.
 
     Raises:
         NotThis: If they are put along another axis than the first.
