@@ -10,7 +10,7 @@ from onnx import ModelProto
 
 from moe_onnx.adapters.function_body import OLDEST_OPSET, missing_bodies
 from moe_onnx.rewrite.by_ir import by_ir
-from moe_onnx.rewrite.fuse import batched, contrib, dense, loops, masked, unrolled
+from moe_onnx.rewrite.fuse import batched, contrib, dense, loops, masked, sums, unrolled
 from moe_onnx.rewrite.fuse.graph import NAME, NotThis
 from moe_onnx.rewrite.fuse.meaning import Lost, Meaning
 from moe_onnx.rewrite.fuse.reading import Reader
@@ -62,10 +62,10 @@ def _fuse_graph(graph: ir.Graph, reader: Reader, names: set[str], version: int, 
             last = chain.last
             _check_opset(last, version)
             notes.applied(last, unrolled.rewrite(graph, chain, reader, names), place)
-    sums, misses = dense.sums(graph, reader)
+    totals, misses = dense.sums(graph, reader)
     for why in misses:
         notes.skipped(why.node, why.reason)
-    for one in sums:
+    for one in totals:
         with _said(notes):
             node = one.node
             _check_opset(node, version)
@@ -91,6 +91,10 @@ def _fuse_graph(graph: ir.Graph, reader: Reader, names: set[str], version: int, 
             assert block.total is not None
             total = block.total
             notes.applied(total, batched.rewrite(graph, block, names), place)
+    for alone in sums.sums(graph):
+        with _said(notes):
+            _check_opset(alone.node, version)
+            notes.applied(alone.node, sums.rewrite(graph, alone, names), place)
     for node in contrib.nodes(graph):
         with _said(notes):
             _check_opset(node, version)
