@@ -13,12 +13,15 @@ from test_fuse import ASCEND, fused, ours, run, runner
 import moe_onnx
 from moe_onnx.rewrite.passes import apply_passes
 
+# The default lane has no time for all of them.
+LONG = pytest.mark.parity
+
 # Masks, rows, weights, how rows are put: each once.
 LOOPS = [
-    ("one_hot", "gather", "separate", "add_nd"),
-    ("equal", "gather_nd", "stacked", "add_elements"),
-    ("arange", "gather", "stacked", "add_behind"),
-    ("equal", "gather", "separate", "assign"),
+    pytest.param("one_hot", "gather", "separate", "add_nd"),
+    pytest.param("equal", "gather_nd", "stacked", "add_elements", marks=LONG),
+    pytest.param("arange", "gather", "stacked", "add_behind", marks=LONG),
+    pytest.param("equal", "gather", "separate", "assign", marks=LONG),
 ]
 
 
@@ -49,11 +52,13 @@ def test_unrolled_loops_become_grouped_products_of_the_same_values(
     check_values(before, after, given)
 
 
+@LONG
 def test_a_rewritten_loop_is_verified() -> None:
     before = model_of(unrolled(), weights_of("separate", weights()))
     assert len(moe_onnx.rewrite_model(before, ["fuse"]).report.verified) >= 6
 
 
+@LONG
 def test_gradients_flow_to_the_weights_of_each_expert() -> None:
     given = weights_of("separate", weights())
     before = model_of(unrolled(put="add_elements"), given)
@@ -65,6 +70,7 @@ def test_gradients_flow_to_the_weights_of_each_expert() -> None:
         np.testing.assert_allclose(b, a, atol=1e-5 * max(1, float(np.abs(a).max())), err_msg=name)
 
 
+@LONG
 def test_weights_of_experts_in_another_order_in_their_stack() -> None:
     given = weights()
     one = ("up_e1 = Gather <axis = 0> (up, e1)", "up_e1 = Gather <axis = 0> (up, e4)")
@@ -74,6 +80,7 @@ def test_weights_of_experts_in_another_order_in_their_stack() -> None:
     check_values(before, fused(before), given | {"up": given["up"][order]})
 
 
+@LONG
 def test_what_was_there_before_the_first_expert_is_added() -> None:
     given = weights_of("stacked", weights())
     before = model_of(
@@ -83,6 +90,7 @@ def test_what_was_there_before_the_first_expert_is_added() -> None:
     np.testing.assert_allclose(run(after, x)[0], by_loop(x, given) + np.abs(x), rtol=1e-5, atol=1e-5)
 
 
+@LONG
 def test_one_choice_a_token_may_put_rows_without_adding() -> None:
     given = weights_of("stacked", weights())
     put = ('ScatterND <reduction = "add">', "ScatterND")
