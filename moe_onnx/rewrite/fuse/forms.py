@@ -16,7 +16,7 @@ from moe_onnx.rewrite.fuse.meaning import Lost, Meaning
 from moe_onnx.rewrite.fuse.reading import Reader
 from moe_onnx.rewrite.fuse.types import MAIN, Types, inferred, typed
 from moe_onnx.rewrite.nodes import all_nodes, opset_of
-from moe_onnx.rewrite.notes import ROUNDING, Notes, Pass
+from moe_onnx.rewrite.notes import MARK, ROUNDING, Notes, Pass
 from moe_onnx.spec import DOMAIN, VERSION
 
 
@@ -47,9 +47,20 @@ def _fuse(model: ir.Model, types: Mapping[tuple[str, str, str], Types], notes: N
             for graph in inside:
                 if graph in (home, *home.subgraphs()):  # bodies of loops may be gone
                     _fuse_graph(graph, reader, names, version, notes)
+        _forget(inside)
         if any(node.domain == DOMAIN for graph in inside for node in graph):
             home.opset_imports.setdefault(DOMAIN, VERSION)
             model.opset_imports.setdefault(DOMAIN, VERSION)
+
+
+def _forget(inside: list[ir.Graph]) -> None:
+    """Sizes that inference named are no part of the model: new values may have them of old ones."""
+    for graph in inside:
+        for node in graph:
+            for value in node.outputs if MARK in node.metadata_props else ():
+                named = [d.value or "" for d in value.shape or () if not isinstance(d, int)]
+                if any(name.startswith("unk__") for name in named) and not value.is_graph_output():
+                    value.shape, value.type = None, None
 
 
 def _fuse_graph(graph: ir.Graph, reader: Reader, names: set[str], version: int, notes: Notes) -> None:
