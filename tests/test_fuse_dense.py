@@ -15,7 +15,14 @@ import moe_onnx
 from moe_onnx.rewrite.passes import apply_passes
 
 LOW = {"low": np.array(-np.inf, np.float32)}
-FORMS = [("scatter", "add"), ("one_hot", "reduce"), ("where", "einsum"), ("softmax", "matmul")]
+# The default lane has no time for all of them.
+LONG = pytest.mark.parity
+FORMS = [
+    pytest.param("scatter", "add"),
+    pytest.param("one_hot", "reduce", marks=LONG),
+    pytest.param("where", "einsum", marks=LONG),
+    pytest.param("softmax", "matmul", marks=LONG),
+]
 
 
 def check(before: Any, given: Any, w: Any) -> None:
@@ -35,6 +42,7 @@ def test_sums_over_all_experts_become_products_of_the_chosen_ones(gate: str, tot
     check(model_of(dense(gate, total), given | LOW), given, given)
 
 
+@LONG
 @pytest.mark.parametrize("batched", ["matmul", "einsum"])
 def test_batched_products_of_all_experts(batched: str) -> None:
     given = weights()
@@ -44,6 +52,7 @@ def test_batched_products_of_all_experts(batched: str) -> None:
     assert len(moe_onnx.rewrite_model(before, ["fuse"]).report.verified) >= 6
 
 
+@LONG
 def test_biases_of_batched_experts_and_gradients() -> None:
     rng = np.random.default_rng(5)
     given = weights() | {"up_bias": rng.standard_normal((E, 1, 2 * F)).astype(np.float32)}

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 from fuse_experts import by_loop, unrolled, weights_of
 from fuse_forms import changed, feeds, model_of, weights
+from onnx import helper
 from test_fuse import ASCEND, fused, ours, run, runner
 
 import moe_onnx
 from moe_onnx.rewrite.passes import apply_passes
 
+# The default lane has no time for all of them.
+LONG = pytest.mark.parity
+
 # Masks, rows, weights, how rows are put: each once.
 LOOPS = [
-    ("one_hot", "gather", "separate", "add_nd"),
-    ("equal", "gather_nd", "stacked", "add_elements"),
-    ("arange", "gather", "stacked", "add_behind"),
-    ("equal", "gather", "separate", "assign"),
+    pytest.param("one_hot", "gather", "separate", "add_nd"),
+    pytest.param("equal", "gather_nd", "stacked", "add_elements", marks=LONG),
+    pytest.param("arange", "gather", "stacked", "add_behind", marks=LONG),
+    pytest.param("equal", "gather", "separate", "assign", marks=LONG),
 ]
 
 
@@ -49,11 +55,13 @@ def test_unrolled_loops_become_grouped_products_of_the_same_values(
     check_values(before, after, given)
 
 
+@LONG
 def test_a_rewritten_loop_is_verified() -> None:
     before = model_of(unrolled(), weights_of("separate", weights()))
     assert len(moe_onnx.rewrite_model(before, ["fuse"]).report.verified) >= 6
 
 
+@LONG
 def test_gradients_flow_to_the_weights_of_each_expert() -> None:
     given = weights_of("separate", weights())
     before = model_of(unrolled(put="add_elements"), given)
@@ -65,6 +73,7 @@ def test_gradients_flow_to_the_weights_of_each_expert() -> None:
         np.testing.assert_allclose(b, a, atol=1e-5 * max(1, float(np.abs(a).max())), err_msg=name)
 
 
+@LONG
 def test_weights_of_experts_in_another_order_in_their_stack() -> None:
     given = weights()
     one = ("up_e1 = Gather <axis = 0> (up, e1)", "up_e1 = Gather <axis = 0> (up, e4)")
@@ -74,6 +83,7 @@ def test_weights_of_experts_in_another_order_in_their_stack() -> None:
     check_values(before, fused(before), given | {"up": given["up"][order]})
 
 
+@LONG
 def test_what_was_there_before_the_first_expert_is_added() -> None:
     given = weights_of("stacked", weights())
     before = model_of(
@@ -83,6 +93,7 @@ def test_what_was_there_before_the_first_expert_is_added() -> None:
     np.testing.assert_allclose(run(after, x)[0], by_loop(x, given) + np.abs(x), rtol=1e-5, atol=1e-5)
 
 
+@LONG
 def test_one_choice_a_token_may_put_rows_without_adding() -> None:
     given = weights_of("stacked", weights())
     put = ('ScatterND <reduction = "add">', "ScatterND")
@@ -91,6 +102,56 @@ def test_one_choice_a_token_may_put_rows_without_adding() -> None:
     after = fused(before)
     x = feeds(given)["many tokens"]
     np.testing.assert_allclose(run(after, x)[0], by_loop(x, given, 1), rtol=1e-5, atol=1e-5)
+
+
+@LONG
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, ml_dtypes.bfloat16])
+def test_other_dtypes(dtype: Any) -> None:
+    name = {np.float16: "float16", np.float64: "double"}.get(dtype, "bfloat16")
+    given = {key: value.astype(dtype) for key, value in weights_of("separate", weights()).items()}
+    text = changed(unrolled(), ("float[", f"{name}["), ("float nought", f"{name} nought"))
+    after = apply_passes(model_of(text, given), ["fuse"]).model
+    assert ours(after) == ASCEND
+    if name == "bfloat16":
+        return  # neither onnxruntime's CPU kernels nor onnx's TopK know it: recognised, no more
+    x = feeds(given)["random"].astype(dtype)
+    want = by_loop(x.astype(np.float64), {key: value.astype(np.float64) for key, value in given.items()})
+    (got,) = run(after, x)
+    assert got.dtype == dtype
+    limit = 4e-3 if dtype is np.float16 else 1e-13
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=0, atol=limit * np.abs(want).max())
+
+
+@LONG
+@pytest.mark.parametrize("where", ["branch", "function"])
+def test_a_loop_in_a_branch_and_in_a_function(where: str) -> None:
+    given = weights_of("separate", weights())
+    layer = model_of(unrolled("equal", put="add_elements"), given)
+    x, imports = feeds(given)["random"], [helper.make_opsetid("", 21), helper.make_opsetid("local", 1)]
+    if where == "branch":  # which reads tokens and weights of the graph around it
+        inner = onnx.GraphProto(name="then", node=layer.graph.node, output=layer.graph.output)
+        z = helper.make_value_info("z", layer.graph.output[0].type)
+        other = helper.make_graph([helper.make_node("Identity", ["x"], ["z"])], "else", [], [z])
+        node = helper.make_node("If", ["go"], ["out"], "if", then_branch=inner, else_branch=other)
+        go = helper.make_tensor_value_info("go", onnx.TensorProto.BOOL, [])
+        out = helper.make_value_info("out", layer.graph.output[0].type)
+        graph = helper.make_graph(
+            [node], "g", [go, layer.graph.input[0]], [out], list(layer.graph.initializer)
+        )
+        model = helper.make_model(graph, opset_imports=imports[:1], ir_version=10)
+        (got,) = run(fused(model), np.array(True), x)
+    else:
+        known = onnx.shape_inference.infer_shapes(layer).graph
+        values = [known.input[0], *known.value_info, known.output[0]]
+        nodes = [helper.make_node("Constant", [], [t.name], value=t) for t in layer.graph.initializer]
+        function = helper.make_function(
+            "local", "Layer", ["x"], ["y"], [*nodes, *layer.graph.node], imports[:1], value_info=values
+        )
+        call = helper.make_node("Layer", ["x"], ["y"], "call", domain="local")
+        graph = helper.make_graph([call], "g", [layer.graph.input[0]], [layer.graph.output[0]])
+        model = helper.make_model(graph, opset_imports=imports, ir_version=10, functions=[function])
+        (got,) = run(fused(model), x)
+    np.testing.assert_allclose(got, by_loop(x, given), rtol=1e-5, atol=1e-5)
 
 
 NEAR_MISSES: dict[str, tuple[list[tuple[str, str]], str, str]] = {

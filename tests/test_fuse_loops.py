@@ -13,6 +13,8 @@ from test_fuse import ASCEND, fused, ours, run, runner
 import moe_onnx
 from moe_onnx.rewrite.passes import apply_passes
 
+# The default lane has no time for all of them.
+LONG = pytest.mark.parity
 TURN = "\n".join(
     [
         FOUND.format(e="", mask="mask = Equal (ids, e)", first="token", second="choice"),
@@ -80,7 +82,9 @@ def text_of(form: str) -> str:
     return model_text(text).replace("int64 depth", CONSTANTS)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=LONG if form in ("counter", "dense") else ()) for form in FORMS]
+)
 def test_loops_become_grouped_products_of_the_same_values(form: str) -> None:
     given = weights()
     before = model_of(text_of(form), given)
@@ -98,6 +102,7 @@ def test_loops_become_grouped_products_of_the_same_values(form: str) -> None:
             np.testing.assert_allclose(one(x)[0], want, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@LONG
 def test_gradients_of_a_loop_and_its_verification() -> None:
     given = weights()
     before = model_of(text_of("turns"), given)
@@ -110,6 +115,7 @@ def test_gradients_of_a_loop_and_its_verification() -> None:
     assert len(moe_onnx.rewrite_model(before, ["fuse"]).report.verified) >= 6
 
 
+@LONG
 def test_what_was_there_before_the_loop_is_added() -> None:
     given = weights()
     before = model_of(changed(text_of("turns"), ("y_0 = Expand (nought, shape)", "y_0 = Abs (x)")), given)

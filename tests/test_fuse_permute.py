@@ -13,6 +13,8 @@ from test_fuse import fused, ours, run, runner
 import moe_onnx
 from moe_onnx.rewrite.passes import apply_passes
 
+# The default lane has no time for all of them.
+LONG = pytest.mark.parity
 BODY = """
     logits_shape = Shape (logits)
     ids_shape = Shape (ids)
@@ -55,7 +57,10 @@ PERMUTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["weights", "sum by ScatterND", "weights before the experts"])
+@pytest.mark.parametrize(
+    "form",
+    ["weights", *(pytest.param(x, marks=LONG) for x in ("sum by ScatterND", "weights before the experts"))],
+)
 def test_permuted_tokens_become_our_operators(form: str) -> None:
     changes = {
         "weights": [],
@@ -86,6 +91,7 @@ def test_permuted_tokens_become_our_operators(form: str) -> None:
             np.testing.assert_allclose(one(x)[0], want, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@LONG
 def test_gradients_and_verification() -> None:
     given = weights()
     before = model_of(TEXT, given)

@@ -10,13 +10,13 @@ from onnx import ModelProto
 
 from moe_onnx.adapters.function_body import OLDEST_OPSET, missing_bodies
 from moe_onnx.rewrite.by_ir import by_ir
-from moe_onnx.rewrite.fuse import batched, contrib, dense, loops, masked, unrolled
+from moe_onnx.rewrite.fuse import batched, contrib, dense, loops, masked, sums, unrolled
 from moe_onnx.rewrite.fuse.graph import NAME, NotThis
 from moe_onnx.rewrite.fuse.meaning import Lost, Meaning
 from moe_onnx.rewrite.fuse.reading import Reader
 from moe_onnx.rewrite.fuse.types import MAIN, Types, inferred, typed
 from moe_onnx.rewrite.nodes import all_nodes, opset_of
-from moe_onnx.rewrite.notes import ROUNDING, Notes, Pass
+from moe_onnx.rewrite.notes import MARK, ROUNDING, Notes, Pass
 from moe_onnx.spec import DOMAIN, VERSION
 
 
@@ -47,9 +47,20 @@ def _fuse(model: ir.Model, types: Mapping[tuple[str, str, str], Types], notes: N
             for graph in inside:
                 if graph in (home, *home.subgraphs()):  # bodies of loops may be gone
                     _fuse_graph(graph, reader, names, version, notes)
+        _forget(inside)
         if any(node.domain == DOMAIN for graph in inside for node in graph):
             home.opset_imports.setdefault(DOMAIN, VERSION)
             model.opset_imports.setdefault(DOMAIN, VERSION)
+
+
+def _forget(inside: list[ir.Graph]) -> None:
+    """Sizes that inference named are no part of the model: new values may have them of old ones."""
+    for graph in inside:
+        for node in graph:
+            for value in node.outputs if MARK in node.metadata_props else ():
+                named = [d.value or "" for d in value.shape or () if not isinstance(d, int)]
+                if any(name.startswith("unk__") for name in named) and not value.is_graph_output():
+                    value.shape, value.type = None, None
 
 
 def _fuse_graph(graph: ir.Graph, reader: Reader, names: set[str], version: int, notes: Notes) -> None:
@@ -62,10 +73,10 @@ def _fuse_graph(graph: ir.Graph, reader: Reader, names: set[str], version: int, 
             last = chain.last
             _check_opset(last, version)
             notes.applied(last, unrolled.rewrite(graph, chain, reader, names), place)
-    sums, misses = dense.sums(graph, reader)
+    totals, misses = dense.sums(graph, reader)
     for why in misses:
         notes.skipped(why.node, why.reason)
-    for one in sums:
+    for one in totals:
         with _said(notes):
             node = one.node
             _check_opset(node, version)
@@ -91,6 +102,10 @@ def _fuse_graph(graph: ir.Graph, reader: Reader, names: set[str], version: int, 
             assert block.total is not None
             total = block.total
             notes.applied(total, batched.rewrite(graph, block, names), place)
+    for alone in sums.sums(graph):
+        with _said(notes):
+            _check_opset(alone.node, version)
+            notes.applied(alone.node, sums.rewrite(graph, alone, names), place)
     for node in contrib.nodes(graph):
         with _said(notes):
             _check_opset(node, version)
