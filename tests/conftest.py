@@ -43,6 +43,8 @@ TOGETHER = {
 }
 # In these, those with the same argument.
 BY_ARGUMENT = {"test_goldens.py", "test_validation_intact.py"}
+# Each of their tests takes long: they start before other single tests, so that no worker ends with one alone.
+LONG = {"test_backend_models.py", "test_gallery.py", "test_native_packaging.py", "test_native_versions.py"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,12 +53,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What ``--every`` leaves out is counted as deselected."""
+    """What ``--every`` leaves out is counted as deselected; what takes long comes first."""
     every = config.getoption("--every")
     if every > 1:
         left_out = [item for number, item in enumerate(items) if number % every]
         items[:] = items[::every]
         config.hook.pytest_deselected(items=left_out)
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

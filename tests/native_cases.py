@@ -232,21 +232,23 @@ def finalize_grad(m: Maker) -> tuple[list[Any], dict[str, Any]]:
     return [m.floats(m.tokens, m.hidden), index, rows, scales, experts, bias], attributes
 
 
-def groups(m: Maker) -> Any:
-    bounds = np.sort(m.rng.integers(0, m.slots + 1, m.experts - 1))
-    return np.diff(np.concatenate([[0], bounds, [m.slots]])).astype(np.int32)
+def groups(m: Maker, rows: int) -> Any:
+    bounds = np.sort(m.rng.integers(0, rows + 1, m.experts - 1))
+    return np.diff(np.concatenate([[0], bounds, [rows]])).astype(np.int32)
 
 
 def product(m: Maker) -> tuple[list[Any], dict[str, Any]]:
     transpose, width = int(m.odds(0.5)), pick(m.rng, HIDDEN[:10])
     shape = (width, m.hidden) if transpose else (m.hidden, width)
     weight = m.floats(m.experts, *shape)
-    return [m.floats(m.slots, m.hidden), weight, groups(m)], {"transpose_weight": transpose}
+    return [m.floats(m.slots, m.hidden), weight, groups(m, m.slots)], {"transpose_weight": transpose}
 
 
 def weight_grad(m: Maker) -> tuple[list[Any], dict[str, Any]]:
     width = pick(m.rng, HIDDEN[:10])
-    inputs = [m.floats(m.slots, m.hidden), m.floats(m.slots, width), groups(m)]
+    # Groups of 128 rows and more are turned by the kernel itself.
+    rows = int(m.rng.integers(130, 500)) if m.odds(0.2) else m.slots
+    inputs = [m.floats(rows, m.hidden), m.floats(rows, width), groups(m, rows)]
     return inputs, {"transpose_weight": int(m.odds(0.5))}
 
 

@@ -106,16 +106,21 @@ def check_tensors(case: Case, got: Arrays, kind: str) -> None:
 
 
 class Sessions(dict[str, Session]):
-    """Sessions by assembly, made when they are asked for: gradients and updates by the function bodies."""
+    """Sessions by assembly, made when they are asked for: gradients by function bodies where ``bodies``."""
 
-    def __init__(self, models: Mapping[str, onnx.ModelProto]) -> None:
+    def __init__(self, models: Mapping[str, onnx.ModelProto], bodies: bool) -> None:
         super().__init__()
-        self.models = models
+        self.models, self.bodies = models, bodies
 
     def __missing__(self, name: str) -> Session:
-        kernels = "body" if name in ("grad", "apply") else FAST
+        kernels = "body" if self.bodies and name in ("grad", "apply") else FAST
         self[name] = Session(self.models[name], one_thread(), kernels=kernels)
         return self[name]
+
+
+# Whose graph "step" is run, too: the same nodes in one graph, of every optimizer and kind of dispatch. Their
+# pair of graphs runs by the function bodies (and that of "grouped"), whose sessions take long to make.
+STEPPED = ("mixtral", "top_k_then_softmax", "layer_relu", "capacity", "deepseek")
 
 
 # A case's sessions are made once: its tests stay together on one worker (conftest.py).
@@ -125,11 +130,7 @@ def built(request: Any) -> tuple[Case, dict[str, Session]]:
     graph = moe_onnx.build_training_graph(
         case.config, assembly="grad+apply+step+eval+forward", optimizer=case.optimizer
     )
-    return case, Sessions(graph.models)
-
-
-# Whose graph "step" is run, too: the same nodes in one graph, of every optimizer and kind of dispatch.
-STEPPED = ("mixtral", "top_k_then_softmax", "layer_relu", "capacity", "deepseek")
+    return case, Sessions(graph.models, bodies=case.name in {*STEPPED, "grouped"})
 
 
 def test_grad_and_apply(built: Any) -> None:

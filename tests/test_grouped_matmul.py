@@ -42,6 +42,7 @@ SIZES: dict[str, tuple[list[int], int, int]] = {
     "odd": ([7, 1, 0, 5, 3], 17, 13),
     "many experts, most empty": ([0] * 40 + [2] + [0] * 20 + [1, 0], 8, 5),
     "long": ([1, 2], 301, 3),
+    "many rows": ([130, 3, 147], 70, 35),
 }
 OPS = (GMM, GRAD)
 ALL_ROUTES = [route for route in ROUTES if has_route(GMM, route)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from routes import try_all
 
 import moe_onnx
 from moe_onnx.adapters.cards import card_files
@@ -84,6 +86,7 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -96,8 +99,11 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_go_one_way(path: Path) -> None:
+def test_imports_go_one_way() -> None:
+    try_all(modules(), check_rooms, str)
+
+
+def check_rooms(path: Path) -> None:
     room = room_of(path)
     if room in ("__init__", "cli", "__main__"):  # the front door and the user's side see everything
         return
@@ -105,8 +111,11 @@ def test_imports_go_one_way(path: Path) -> None:
     assert rooms <= ROOMS[room] | {room}, f"{room} must not import {rooms - ROOMS[room]}"
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_rooms_keep_off_what_is_not_theirs(path: Path) -> None:
+def test_rooms_keep_off_what_is_not_theirs() -> None:
+    try_all(modules(), check_foreign, str)
+
+
+def check_foreign(path: Path) -> None:
     foreign = {name.split(".")[0] for name in imported(path)}
     assert not foreign & NOT_ALLOWED.get(room_of(path), set())
     if path.name != "tensor_files.py":  # reads .pt files, where torch is installed
@@ -197,10 +206,13 @@ def test_errors_derive_from_ours_and_from_a_builtin() -> None:
     assert issubclass(moe_onnx.IndexValueError, IndexError)
 
 
-@pytest.mark.parametrize("path", sorted(card_files(ROOT / "ops")), ids=lambda p: f"{p.parent.name}-{p.name}")
+CARDS = card_files(ROOT / "ops")
+
+
+@pytest.mark.parametrize("path", sorted(CARDS), ids=lambda p: f"{p.parent.name}-{p.name}")
 def test_generated_files_are_fresh(path: Path) -> None:
     """If this fails: ``moe-onnx cards``."""
-    assert path.read_text("utf-8") == card_files(ROOT / "ops")[path]
+    assert path.read_text("utf-8") == CARDS[path]
 
 
 def test_a_stale_file_is_seen(tmp_path: Path) -> None:

@@ -36,15 +36,17 @@ def python_with(folder: Path, runtime: str, *command: str) -> subprocess.Complet
     )
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime==1.28.0", "onnxruntime==1.30.0", "onnxruntime"])
+@pytest.mark.parametrize("runtime", ["1.28.0", "1.30.0"])
 def test_random_calls(runtime: str, tmp_path: Path) -> None:
-    """Values of all dtypes, the words of errors in runs, and those of attributes when a session is made."""
+    """Values of all dtypes, the words of errors in runs, and those of attributes when a session is made.
+
+    The newest onnxruntime is what all tests run with: there it is ``test_native_fuzz.py``.
+    """
     library = native.native_library_path()
     fuzz = [str(TESTS / "native_fuzz.py"), "--library", library, "--count", "200", "--seed", "6"]
-    ended = python_with(tmp_path, runtime, *fuzz)
+    ended = python_with(tmp_path, f"onnxruntime=={runtime}", *fuzz)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    version = runtime.rpartition("==")[2]
-    assert f"onnxruntime {version}" in ended.stdout if version[0].isdigit() else str(tmp_path) in ended.stdout
+    assert f"onnxruntime {runtime}" in ended.stdout
 
 
 def test_an_older_runtime_is_refused_in_words(tmp_path: Path) -> None:

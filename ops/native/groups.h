@@ -1,6 +1,7 @@
 // What the two grouped products share, as moe_onnx/operators/_groups.py: rows in groups, one group an expert.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -31,6 +32,32 @@ const Wide<T>* widened(const Call& call, const T* matrix, std::int64_t elements,
     });
     return out;
   }
+}
+
+// The transpose of a matrix, [columns, rows], in `scratch`, made by tiles on the session's threads.
+template <typename T>
+const T* turned(const Call& call, const T* matrix, std::int64_t rows, std::int64_t columns, std::vector<T>& scratch) {
+  constexpr std::int64_t tall = 16, wide = 64;  // whole lines of the cache, several of each row
+  if (std::int64_t(scratch.size()) < rows * columns) scratch.resize(std::size_t(rows * columns));
+  T* const out = scratch.data();
+  const std::int64_t strips = (columns + wide - 1) / wide;
+  call.parallel(strips, rows * wide * 2 * std::int64_t(sizeof(T)), [=](std::int64_t begin, std::int64_t end) {
+    T block[wide][tall];
+    for (std::int64_t strip = begin; strip < end; ++strip) {
+      const std::int64_t from = strip * wide, width = std::min(wide, columns - from);
+      for (std::int64_t top = 0; top < rows; top += tall) {
+        const std::int64_t height = std::min(tall, rows - top);
+        for (std::int64_t row = 0; row < height; ++row) {
+          const T* const line = matrix + (top + row) * columns + from;
+          for (std::int64_t column = 0; column < width; ++column) block[column][row] = line[column];
+        }
+        for (std::int64_t column = 0; column < width; ++column) {
+          std::copy_n(block[column], height, out + (from + column) * rows + top);
+        }
+      }
+    }
+  });
+  return out;
 }
 
 // Where a product of so many elements is made: in its place, or in `scratch` to be rounded from there.

@@ -10,8 +10,10 @@ from onnx import ModelProto
 
 from moe_onnx.adapters.function_body import OLDEST_OPSET, missing_bodies
 from moe_onnx.rewrite.by_ir import by_ir
-from moe_onnx.rewrite.fuse import batched, contrib
+from moe_onnx.rewrite.fuse import batched, contrib, dense, loops, masked, unrolled
 from moe_onnx.rewrite.fuse.graph import NAME, NotThis
+from moe_onnx.rewrite.fuse.meaning import Lost, Meaning
+from moe_onnx.rewrite.fuse.reading import Reader
 from moe_onnx.rewrite.fuse.types import MAIN, Types, inferred, typed
 from moe_onnx.rewrite.nodes import all_nodes, opset_of
 from moe_onnx.rewrite.notes import ROUNDING, Notes, Pass
@@ -40,25 +42,59 @@ def _fuse(model: ir.Model, types: Mapping[tuple[str, str, str], Types], notes: N
     for key, home, version in homes:
         inside = [home, *home.subgraphs()]
         with typed([value for graph in inside for value in _values(graph)], types.get(key, {})):
+            reader = Reader()
+            reader.scan(home)
             for graph in inside:
-                _fuse_graph(graph, names, version, notes)
+                if graph in (home, *home.subgraphs()):  # bodies of loops may be gone
+                    _fuse_graph(graph, reader, names, version, notes)
         if any(node.domain == DOMAIN for graph in inside for node in graph):
             home.opset_imports.setdefault(DOMAIN, VERSION)
             model.opset_imports.setdefault(DOMAIN, VERSION)
 
 
-def _fuse_graph(graph: ir.Graph, names: set[str], version: int, notes: Notes) -> None:
+def _fuse_graph(graph: ir.Graph, reader: Reader, names: set[str], version: int, notes: Notes) -> None:
+    place = notes.places.get(id(graph), "")
+    found, misses = unrolled.chains(graph, reader)
+    for why in misses:
+        notes.skipped(why.node, why.reason)
+    for chain in found:
+        with _said(notes):
+            last = chain.last
+            _check_opset(last, version)
+            notes.applied(last, unrolled.rewrite(graph, chain, reader, names), place)
+    sums, misses = dense.sums(graph, reader)
+    for why in misses:
+        notes.skipped(why.node, why.reason)
+    for one in sums:
+        with _said(notes):
+            node = one.node
+            _check_opset(node, version)
+            notes.applied(node, dense.rewrite(graph, one, reader, names), place)
+    for why in masked.unproved(graph, reader):
+        notes.skipped(why.node, why.reason)
+    for permuted in masked.permutations(graph, reader):
+        with _said(notes):
+            node = permuted.rows[0]
+            _check_opset(node, version)
+            notes.applied(node, masked.rewrite(graph, permuted, reader, names), place)
+    for node in loops.loops(graph, reader):
+        with _said(notes):
+            _check_opset(node, version)
+            notes.applied(node, loops.rewrite(graph, node, reader, names), place)
     for flat_ids, nodes in batched.gathers(graph).items():
+        seen = reader.read(flat_ids)
+        if (isinstance(seen, Meaning) and seen.what == "at") or (isinstance(seen, Lost) and seen.found):
+            continue  # rows of experts, one after the other
         with _said(notes):
             _check_opset(nodes[0], version)
             block = batched.match(flat_ids, nodes)
             assert block.total is not None
-            total, place = block.total, notes.places.get(id(graph), "")
+            total = block.total
             notes.applied(total, batched.rewrite(graph, block, names), place)
     for node in contrib.nodes(graph):
         with _said(notes):
             _check_opset(node, version)
-            layer, place = contrib.match(node), notes.places.get(id(graph), "")
+            layer = contrib.match(node)
             notes.applied(node, contrib.rewrite(graph, layer, names), place)
 
 

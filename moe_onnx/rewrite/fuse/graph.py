@@ -132,6 +132,21 @@ class Inserter:
         """A node of one output."""
         return self.ops(kind, *inputs, outputs=1, name=name, **attributes)[0]
 
+    def like(self, node: ir.Node, inputs: Sequence[ir.Value | None], name: str = "") -> Sequence[ir.Value]:
+        """A node of the same kind and attributes, with other inputs."""
+        attrs = {key: attr for key, attr in node.attributes.items() if not attr.is_ref()}
+        made = self.ops(node.op_type, *inputs, outputs=len(node.outputs), name=name)
+        for attr in attrs.values():
+            self.nodes[-1].attributes.add(attr)
+        return made
+
+    def discard(self) -> None:
+        """Forget what was made: it must not be seen as reading anything."""
+        for node in self.nodes:
+            for i in range(len(node.inputs)):
+                node.replace_input_with(i, None)
+        self.nodes.clear()
+
     def constant(self, value: Any, dtype: Any = np.int64) -> ir.Value:
         """A node, not an initializer, which functions do not have."""
         made = self.op("Constant", value=ir.tensor(np.asarray(value, dtype)))
@@ -161,6 +176,12 @@ def put(
     graph.insert_before(before, made.nodes)
     for old, new in instead:
         _take_over(graph, old, new)
+    prune(gone)
+    graph.sort()
+
+
+def prune(gone: Iterable[ir.Node]) -> None:
+    """Take away nodes that nothing reads, and what only they read."""
     dropped = list(gone)
     while dropped:
         node = dropped.pop()
@@ -177,7 +198,19 @@ def put(
             ):
                 assert value.graph is not None and value.name is not None
                 value.graph.initializers.pop(value.name, None)
-    graph.sort()
+
+
+def detach(graph: ir.Graph) -> list[ir.Value]:
+    """Let a body that will be taken away read nothing; what it read of the graphs around it."""
+    inside = [graph, *graph.subgraphs()]
+    read: dict[ir.Value, None] = {}
+    for inner in inside:
+        for node in inner:
+            for i, value in enumerate(node.inputs):
+                if value is not None and value.graph not in inside:
+                    read[value] = None
+                node.replace_input_with(i, None)
+    return list(read)
 
 
 def _take_over(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:

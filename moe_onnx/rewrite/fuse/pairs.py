@@ -56,17 +56,16 @@ def expert_of_row(e: Inserter, index: ir.Value, chosen: ir.Value) -> ir.Value:
     return e.op("ScatterElements", flat, index, flat, name="expert_of_row", axis=0)
 
 
-def combine(e: Inserter, pairs: Pairs, rows: ir.Value, index: ir.Value) -> ir.Value:
-    """The sum of each token's rows, times its weights."""
+def combine(
+    e: Inserter, pairs: Pairs, rows: ir.Value, index: ir.Value, gate: ir.Value | None = None
+) -> ir.Value:
+    """The sum of each token's rows, times its weights, or those of ``gate`` ``[T, E]``."""
     tokens = e.op("Shape", pairs.ids, start=0, end=1)
     shape = e.op("Concat", tokens, e.constant([pairs.experts]), axis=0)
-    pairs.weights = _matrix(e, pairs.weights, pairs.top_k)
-    assert pairs.weights.dtype is not None
-    nothing = e.op("Expand", e.constant(0, pairs.weights.dtype.numpy()), shape)
     nowhere = e.op("Expand", e.constant(False, np.bool_), shape)
     here = e.op("Expand", e.constant(True, np.bool_), e.op("Shape", pairs.ids))
     chosen = e.op("ScatterElements", nowhere, pairs.ids, here, name="routing_map", axis=1)
-    weights = e.op("ScatterElements", nothing, pairs.ids, pairs.weights, name="weights", axis=1)
+    weights = gate if gate is not None else _by_expert(e, pairs, shape)
     return e.ops(
         "MoeTokenUnpermuteWithRoutingMap",
         rows,
@@ -77,6 +76,13 @@ def combine(e: Inserter, pairs: Pairs, rows: ir.Value, index: ir.Value) -> ir.Va
         name="combine",
         drop_and_pad=0,
     )[0]
+
+
+def _by_expert(e: Inserter, pairs: Pairs, shape: ir.Value) -> ir.Value:
+    weights = _matrix(e, pairs.weights, pairs.top_k)
+    assert weights.dtype is not None
+    nothing = e.op("Expand", e.constant(0, weights.dtype.numpy()), shape)
+    return e.op("ScatterElements", nothing, pairs.ids, weights, name="weights", axis=1)
 
 
 def _matrix(e: Inserter, value: ir.Value, columns: int) -> ir.Value:

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from moe_onnx.rewrite.fuse.graph import NotThis, attribute, ints, is_axis, is_op, rank, reads, size
 
-_ELEMENTWISE = (
+ELEMENTWISE = (
     "Abs", "Add", "And", "Cast", "CastLike", "Celu", "Ceil", "Clip", "Cos", "Div", "Elu", "Equal", "Erf",
     "Exp", "Floor", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity",
     "LeakyRelu", "Less", "LessOrEqual", "Log", "Max", "Min", "Mish", "Mul", "Neg", "Not", "Or", "Pow",
@@ -24,7 +24,7 @@ def check_row_by_row(node: ir.Node, rows: set[ir.Value]) -> None:
         NotThis: If that is not so, or cannot be told.
     """
     others = [value for value in node.inputs if value is not None and value not in rows]
-    if is_op(node, *_ELEMENTWISE):
+    if is_op(node, *ELEMENTWISE):
         pass
     elif is_op(node, *_BY_AXIS):
         if not is_axis(attribute(node, "axis", _BY_AXIS[node.op_type]), 1, 2):

@@ -19,6 +19,7 @@ from moe_onnx.rewrite.fuse.graph import (
 )
 from moe_onnx.rewrite.fuse.products import on_axis
 from moe_onnx.rewrite.fuse.rows import check_row_by_row
+from moe_onnx.rewrite.fuse.shapes import dims, folded
 
 
 def walk(block: Block) -> None:
@@ -72,7 +73,7 @@ def walk(block: Block) -> None:
     if len({node for _, node in ends}) != 1:
         at = ends[1][1] if len(ends) > 1 else block.products[-1].squeeze
         raise NotThis(at, f"rows go to {len(ends)} weighted sums, not to one")
-    _finish(block, *ends[0])
+    finish(block, *ends[0])
 
 
 def _lifter(product: Product) -> ir.Node:
@@ -135,8 +136,12 @@ def _one_a_row(value: ir.Value | None) -> ir.Value | None:
     return node.inputs[0] if rank(node.inputs[0]) == 1 and size(node.inputs[0], 0) != 1 else None
 
 
-def _finish(block: Block, rows: ir.Value, node: ir.Node) -> None:
-    """Read the weighted sum, in either order of Mul and Reshape."""
+def finish(block: Block, rows: ir.Value, node: ir.Node) -> None:
+    """Read the weighted sum, in either order of Mul and Reshape.
+
+    Raises:
+        NotThis: If it is none.
+    """
     flat: ir.Value | None = None
     if is_op(node, "Mul"):
         flat = _one_a_row(node.inputs[1] if node.inputs[0] is rows else node.inputs[0])
@@ -146,9 +151,9 @@ def _finish(block: Block, rows: ir.Value, node: ir.Node) -> None:
         shaped = user
     else:
         shaped = node
-    shape = ints(shaped.inputs[1])
+    shape = folded(shaped.inputs[1])
     width = _width(rows, block)
-    if shape is None or len(shape) != 3 or shape[1:] != [block.top_k, width]:
+    if not _is_by_token(shaped, shape, width, block):
         wanted = f"[T, {block.top_k}, {'H' if width is None else width}]"
         raise NotThis(shaped, f"makes of the rows {shape or 'an unknown shape'}, not {wanted}")
     total = only_user(shaped.outputs[0])
@@ -176,6 +181,17 @@ def _finish(block: Block, rows: ir.Value, node: ir.Node) -> None:
     block.weighted, block.end, block.total = rows, node, total
     block.weights = kept if fits else flat
     _check_dtypes(block)
+
+
+def _is_by_token(shaped: ir.Node, shape: list[int | None] | None, width: int | None, block: Block) -> bool:
+    """Whether a Reshape makes ``[T, K, H]`` of the rows."""
+    if shape is None or len(shape) != 3 or shape[1] != block.top_k:
+        return False
+    if shape[2] == width:
+        return True
+    # The first size is that of the ids: what is left is the width.
+    made, ids = dims(shaped.outputs[0]), dims(block.ids)
+    return bool(shape[2] == -1 and made and ids and made[0] is not None and made[0] == ids[0])
 
 
 def _width(rows: ir.Value | None, block: Block) -> int | None:

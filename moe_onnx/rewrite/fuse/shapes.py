@@ -1,0 +1,223 @@
+"""What is known of sizes: arithmetic of shapes by exporters, and which values have equally many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from moe_onnx.rewrite.fuse.graph import attribute, ints, is_op, producer, rank, reads, size
+
+_MATH: dict[str, Callable[[int, int], int]] = {
+    "Add": lambda a, b: a + b,
+    "Sub": lambda a, b: a - b,
+    "Mul": lambda a, b: a * b,
+    "Div": lambda a, b: a // b,
+}
+_KEEP_ROWS = (
+    "Gemm", "MatMul", "Softmax", "LogSoftmax", "Sigmoid", "Cast", "Identity", "TopK", "LayerNormalization",
+    "RMSNormalization", "Relu", "Tanh", "Neg", "ArgMax",
+)  # fmt: skip
+_DEEP = 60
+
+
+def dims(value: ir.Value | None) -> list[int | str | None] | None:
+    """The sizes of a value: numbers, names, None where unknown; None without a rank."""
+    if value is None:
+        return None
+    shape = value.shape
+    if shape is None:
+        const = value.const_value
+        return None if const is None else [d if isinstance(d, int) else None for d in const.shape]
+    return [d if isinstance(d, int) else d.value for d in shape]
+
+
+def folded(value: ir.Value | None, depth: int = 0) -> list[int | None] | None:
+    """The integers of a vector or number made of constants and shapes; None: not known."""
+    found = ints(value)
+    if found is not None:
+        return list(found)
+    node = None if value is None else value.producer()
+    if node is None or depth > _DEEP or not is_op(
+        node, "Shape", "Gather", "Slice", "Concat", "Unsqueeze", "Squeeze", "Reshape", "Cast", "Identity",
+        "Equal", "Where", "ConstantOfShape", *_MATH,
+    ):  # fmt: skip
+        return None
+    if node.op_type == "Shape":
+        sizes = dims(node.inputs[0])
+        if sizes is None:
+            return None
+        start, end = attribute(node, "start", 0), attribute(node, "end", None)
+        return [d if isinstance(d, int) else None for d in sizes][start:end]
+    if node.op_type == "Concat":
+        parts = [folded(one, depth + 1) for one in node.inputs]
+        return None if any(part is None for part in parts) else [n for part in parts for n in part or ()]
+    if node.op_type == "ConstantOfShape":
+        many, fill = folded(node.inputs[0], depth + 1), attribute(node, "value", None)
+        if many is None or len(many) != 1 or many[0] is None or many[0] > 16 or fill is None:
+            return None
+        return [int(fill.numpy().reshape(-1)[0])] * many[0]
+    given = [folded(one, depth + 1) for one in node.inputs]
+    first = given[0]
+    if first is None:
+        return None
+    if node.op_type in ("Unsqueeze", "Squeeze", "Reshape", "Cast", "Identity"):
+        return first
+    if node.op_type == "Gather":
+        at = given[1]
+        if at is None or any(i is None or not -len(first) <= i < len(first) for i in at):
+            return None
+        return [first[i] for i in at if i is not None]
+    if node.op_type == "Slice":
+        start, end = given[1], given[2]
+        if len(node.inputs) > 4 or start is None or end is None or None in (*start, *end):
+            return None
+        return first[start[0] : end[0]]
+    if node.op_type == "Where":
+        parts = [_wide(part, max(len(p or ()) for p in given)) for part in given]
+        if any(part is None for part in parts):
+            return None
+        return [(None if c is None else a if c else b) for c, a, b in zip(*parts, strict=True)]
+    second = given[1]
+    if second is None:
+        return None
+    length = max(len(first), len(second))
+    left, right = _wide(first, length), _wide(second, length)
+    if left is None or right is None:
+        return None
+    if node.op_type == "Equal":
+        return [None if a is None or b is None else int(a == b) for a, b in zip(left, right, strict=True)]
+    if node.op_type == "Div" and 0 in right:
+        return None
+    math = _MATH[node.op_type]
+    return [None if a is None or b is None else math(a, b) for a, b in zip(left, right, strict=True)]
+
+
+def _wide(part: list[int | None] | None, length: int) -> list[int | None] | None:
+    if part is None or len(part) not in (1, length):
+        return None
+    return part * length if len(part) == 1 else part
+
+
+def number(value: ir.Value | None) -> int | None:
+    """The one integer of a value."""
+    found = folded(value)
+    return found[0] if found is not None and len(found) == 1 else None
+
+
+def wanted_shape(node: ir.Node) -> list[int | None] | None:
+    """What shape a Reshape or Expand makes, as far as is known."""
+    asked, made = folded(node.inputs[1]), dims(node.outputs[0])
+    if asked is None:
+        return None if made is None else [d if isinstance(d, int) else None for d in made]
+    if made is None or len(made) != len(asked) or node.op_type != "Reshape":
+        return asked
+    return [d if isinstance(d, int) and a is None else a for a, d in zip(asked, made, strict=True)]
+
+
+def plain_rows(value: ir.Value | None) -> ir.Value | None:
+    """A value behind nodes that keep its rows as they are, or make a matrix of the same rows again."""
+    for _ in range(_DEEP):
+        node = producer(value, "Identity", "Reshape", "Cast")
+        if node is None:
+            return value
+        if node.op_type == "Reshape":
+            shape, inner = folded(node.inputs[1]), node.inputs[0]
+            width = size(inner, -1)
+            if shape is None or len(shape) != 2 or width is None or shape[1] != width:
+                return value
+            if rank(inner) == 2 or producer(inner, "Reshape") is not None:
+                value = inner
+                continue
+            return value
+        value = node.inputs[0]
+    return value
+
+
+def same_rows(one: ir.Value | None, other: ir.Value | None) -> bool:
+    """Whether two values are known to have first axes of one size."""
+    left, right = dims(one), dims(other)
+    if left and right and left[0] is not None and left[0] == right[0]:
+        return True
+    return bool(_sources(one) & _sources(other))
+
+
+def _sources(value: ir.Value | None) -> set[tuple[object, ...]]:
+    """Where a value has its rows from: values, and flattened ones by their source and width."""
+    found: set[tuple[object, ...]] = set()
+    for _ in range(_DEEP):
+        if value is None:
+            break
+        found.add((value,))
+        node = value.producer()
+        if node is not None and is_op(node, "Reshape"):
+            shape, width = folded(node.inputs[1]), size(node.inputs[0], -1)
+            if shape is not None and len(shape) == 2 and width is not None and shape[1] == width:
+                inner: ir.Value | None = node.inputs[0]
+                found.add((inner, "flat"))
+                if rank(inner) == 2:
+                    value = inner
+                    continue
+            break
+        if node is None or not is_op(
+            node, *_KEEP_ROWS, "Add", "Mul", "Div", "Sub", "Expand", "ConstantOfShape"
+        ):
+            break
+        if node.op_type in ("Expand", "ConstantOfShape"):
+            shaped = reads(node, 1 if node.op_type == "Expand" else 0)
+            value = _shaped_like(shaped)
+        elif node.op_type == "Gemm" and attribute(node, "transA", 0):
+            break
+        elif node.op_type in ("Add", "Mul", "Div", "Sub"):
+            # The operand of as many axes that is not broadcast.
+            axes = rank(value)
+            rows = [v for v in node.inputs if axes is not None and rank(v) == axes and size(v, 0) != 1]
+            value = rows[0] if rows else None
+        elif rank(node.inputs[0]) != 2 or attribute(node, "axis", -1) == 0:
+            break
+        else:
+            value = node.inputs[0]
+    return found
+
+
+def _shaped_like(shape: ir.Value | None) -> ir.Value | None:
+    """The value whose rows a shape counts first."""
+    node = producer(shape, "Shape", "Concat")
+    while node is not None and node.op_type == "Concat":
+        node = producer(node.inputs[0], "Shape", "Unsqueeze", "Gather", "Slice", "Reshape")
+        while node is not None and node.op_type != "Shape":
+            if node.op_type == "Gather" and ints(node.inputs[1]) != [0]:
+                return None
+            if node.op_type == "Slice" and ints(node.inputs[1]) != [0]:
+                return None
+            node = producer(node.inputs[0], "Shape", "Unsqueeze", "Gather", "Slice", "Reshape")
+    if node is None or attribute(node, "start", 0) != 0:
+        return None
+    return node.inputs[0]
+
+
+def is_filled(value: ir.Value | None, fill: float) -> bool:
+    """Whether every element of a value is known to be one number."""
+    for _ in range(_DEEP):
+        node = producer(value, "Expand", "ConstantOfShape", "Identity", "Cast", "Constant", "Reshape")
+        if node is None:
+            break
+        if node.op_type == "ConstantOfShape":
+            tensor = attribute(node, "value", None)
+            return (0.0 if tensor is None else float(tensor.numpy().reshape(-1)[0])) == fill
+        if node.op_type == "Constant":
+            break
+        value = node.inputs[0]
+    if value is None:
+        return False
+    tensor = value.const_value
+    node = producer(value, "Constant")
+    if tensor is None and node is not None:
+        attr = node.attributes.get("value")
+        tensor = None if attr is None or attr.is_ref() else attr.as_tensor()
+        if tensor is None:
+            one = attribute(node, "value_float", attribute(node, "value_int", None))
+            return one is not None and float(one) == fill
+    if tensor is None or tensor.size > 1024 or tensor.size == 0 or value.is_graph_input():
+        return False
+    return bool((tensor.numpy().astype("float64") == fill).all())

@@ -1,0 +1,147 @@
+"""``fuse`` on layers that compute all experts for all tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from fuse_dense import dense
+from fuse_experts import by_loop, weights_of
+from fuse_forms import E, F, changed, feeds, model_of, weights
+from test_fuse import ASCEND, fused, ours, run, runner
+
+import moe_onnx
+from moe_onnx.rewrite.passes import apply_passes
+
+LOW = {"low": np.array(-np.inf, np.float32)}
+FORMS = [("scatter", "add"), ("one_hot", "reduce"), ("where", "einsum"), ("softmax", "matmul")]
+
+
+def check(before: Any, given: Any, w: Any) -> None:
+    after = fused(before)
+    assert ours(after) == ASCEND
+    assert [node.op_type for node in after.graph.node].count("Sigmoid") == 1
+    runs = [runner(model) for model in (before, after)]
+    for name, x in feeds(given).items():
+        want = by_loop(x, w)
+        for one in runs:
+            np.testing.assert_allclose(one(x)[0], want, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(("gate", "total"), FORMS)
+def test_sums_over_all_experts_become_products_of_the_chosen_ones(gate: str, total: str) -> None:
+    given = weights_of("separate", weights())
+    check(model_of(dense(gate, total), given | LOW), given, given)
+
+
+@pytest.mark.parametrize("batched", ["matmul", "einsum"])
+def test_batched_products_of_all_experts(batched: str) -> None:
+    given = weights()
+    more = {"up_bias": np.zeros((E, 1, 2 * F), np.float32)} if batched == "matmul" else {}
+    before = model_of(dense("scatter", batched=batched), given | LOW | more)
+    check(before, given, given)
+    assert len(moe_onnx.rewrite_model(before, ["fuse"]).report.verified) >= 6
+
+
+def test_biases_of_batched_experts_and_gradients() -> None:
+    rng = np.random.default_rng(5)
+    given = weights() | {"up_bias": rng.standard_normal((E, 1, 2 * F)).astype(np.float32)}
+    before = model_of(dense(batched="matmul"), given | LOW)
+    x, names = feeds(given)["random"], ["x", *given]
+    old, new = (run(moe_onnx.differentiate(m, loss="y", wrt=names), x) for m in (before, fused(before)))
+    for name, a, b in zip(["y", *names], old, new, strict=True):
+        np.testing.assert_allclose(b, a, atol=1e-5 * max(1, float(np.abs(a).max())), err_msg=name)
+
+
+# What is changed (of the form by Add, or by the one named), the node, what the report says.
+NEAR_MISSES: dict[str, tuple[str, list[tuple[str, str]], str, str]] = {
+    "a threshold, which ties pass": (
+        "scatter",
+        [("dense = ScatterElements <axis = 1> (zeros, ids, weights)",
+          "least = ReduceMin <keepdims = 1> (top, last)\n    map = GreaterOrEqual (probs, least)\n"
+          "    dense = Where (map, probs, zeros)")],
+        "weighted0", "weights 'dense' are not known to be 0 but at the K experts",
+    ),
+    "weights beside zeros that are none": (
+        "scatter", [("zeros = Expand (nought,",
+         "half_1 = Add (nought, nought)\n    zeros = Expand (half_1,")],
+        "weighted0", "weights 'dense' are not known",
+    ),
+    "ids along the tokens": (
+        "scatter", [("ScatterElements <axis = 1> (zeros", "ScatterElements <axis = 0> (zeros")],
+        "weighted0", "weights 'dense' are not known",
+    ),
+    "an expert twice": ("scatter", [("(dense, e5)", "(dense, e4)")], "weighted4",
+    "expert 4 comes a second time"),
+    "an expert less": (
+        "scatter", [("y = Add (y_5, weighted5)", "y = Neg (y_5)")], "weighted0",
+        "'ids' choose from 6 experts: 5 are",
+    ),
+    "a part of the sum is read": (
+        "scatter", [("g5 =", "half_sum = Neg (y_3)\n    g5 ="), ("(float[T, 4] y)",
+         "(float[T, 4] y, float[T, 4] half_sum)")],
+        "weighted3", "'ids' choose from 6 experts: 0, 1, 2 are not computed",
+    ),
+    "rows are read beside": (
+        "scatter", [("g5 =", "some = Neg (silu2)\n    g5 ="), ("(float[T, 4] y)",
+         "(float[T, 4] y, float[T, 3] some)")],
+        "some", "reads rows 'silu2' beside the layer",
+    ),
+    "other tokens for one": (
+        "scatter", [("MatMul (x, up3)", "MatMul (z, up3)"), ("nought, shape)",
+         "nought, shape)\n    z = Neg (x)")],
+        "z", "'z' stands where another expert has its tokens",
+    ),
+    "another activation for one": (
+        "scatter", [("sigmoid4 = Sigmoid", "sigmoid4 = Tanh")], "sigmoid4", "stands where another expert has",
+    ),
+    "across tokens": (
+        "scatter", [("Sigmoid (left", "Softmax <axis = 0> (left")], "sigmoid0",
+        "works on another axis than the last",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_what_is_almost_such_a_sum_says_why_it_is_none(name: str) -> None:
+    gate, changes, node, why = NEAR_MISSES[name]
+    model = model_of(changed(dense(gate), *changes), weights_of("separate", weights()) | LOW)
+    done = apply_passes(model, ["fuse"])
+    assert done.model is model
+    notes = {note.node: note.text for note in done.report.skipped}
+    assert node in notes, notes
+    assert notes[node].startswith(why), notes[node]
+
+
+BATCHED_MISSES: dict[str, tuple[list[tuple[str, str]], str, str]] = {
+    "across experts": (
+        [("sigmoid = Sigmoid (left)", "sigmoid = Softmax <axis = 0> (left)")], "sigmoid",
+        "works on another axis",
+    ),
+    "across tokens": (
+        [("sigmoid = Sigmoid (left)", "axis = Constant <value_int = 1> ()\n sigmoid = CumSum (left, axis)")],
+        "sigmoid", "CumSum is not known to work row by row",
+    ),
+    "a number of each token": (
+        [("(float[T, 4] x)", "(float[T, 4] x, float[T, 3] noise)"), ("hidden = Mul (silu, right)",
+         "hidden = Mul (silu, noise)")],
+        "hidden", "reads 'noise', which is not made of the tokens",
+    ),
+    "rows are an output": (
+        [("(float[T, 4] y)", "(float[T, 4] y, float[6, T, 3] hidden)")], "hidden",
+        "rows 'hidden' are an output",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHED_MISSES)
+def test_what_is_almost_such_a_batch_says_why_it_is_none(name: str) -> None:
+    changes, node, why = BATCHED_MISSES[name]
+    given = weights() | LOW | {"up_bias": np.zeros((E, 1, 2 * F), np.float32)}
+    model = model_of(changed(dense(batched="matmul"), *changes), given)
+    done = apply_passes(model, ["fuse"])
+    assert done.model is model
+    notes = {note.node: note.text for note in done.report.skipped}
+    assert node in notes, notes
+    assert notes[node].startswith(why), notes[node]
