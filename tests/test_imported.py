@@ -572,6 +572,18 @@ def test_what_a_text_alone_cannot_train_says_what_is_missing(
         assert result.exit_code == 2 and words in " ".join(result.output.split()), result.output
 
 
+def test_a_model_that_wants_tokens_is_no_error_of_a_batch_without(tmp_path: Path) -> None:
+    text = """m (float[batch, 4] x) => (float[batch, 2] y) {
+      zero = Constant<value_int = 0>()
+      first = Gather(x, zero)
+      d = Sub(x, first)
+      y = MatMul(d, w)
+    }"""
+    model = model_of(text, w=normal(4, 2))
+    graph = moe_onnx.training_graph_from(model, loss="mean-squared-error", assembly="grad")
+    assert codes(graph, tmp_path, "run") == []
+
+
 def test_a_manifest_that_does_not_fit_is_found() -> None:
     graph = moe_onnx.training_graph_from(mlp(), loss="mean-squared-error", assembly="grad")
     model = graph.model

@@ -10,6 +10,7 @@ import onnxruntime as ort
 import pytest
 from click.testing import CliRunner
 from fuse_forms import BATCHED, changed, feeds, model_of, weights
+from test_fuse import microsoft
 from test_imported import codes, finite_differences
 
 import moe_onnx
@@ -138,6 +139,20 @@ def test_near_misses_are_said() -> None:
     assert graph.manifest.config["not_fused"] == {"silu": "CumSum is not known to work row by row"}
     with pytest.raises(moe_onnx.OptionError, match="fuse must be True or False, got 'yes'"):
         moe_onnx.training_graph_from(model_of(text, weights()), **SQUARED, fuse="yes")  # type: ignore[arg-type]
+
+
+def test_a_node_of_onnxruntime_trains_or_says_what_is_no_rule_of_its_kernel() -> None:
+    graph = moe_onnx.training_graph_from(
+        microsoft("silu", bias=True), loss="mean-squared-error", assembly="grad"
+    )
+    assert graph.manifest.parameter_names == ("up", "down", "ub", "db")
+    rng = np.random.default_rng(0)
+    x, logits, target = (rng.standard_normal(shape).astype(np.float32) for shape in ((6, 4), (6, 5), (6, 4)))
+    finite_differences(graph, {"x": x, "logits": logits, "target": target})
+    with pytest.raises(
+        moe_onnx.GradientError, match="MoE layers that were not fused: 'moe': use_sparse_mixer=1"
+    ):
+        moe_onnx.training_graph_from(microsoft("relu", use_sparse_mixer=1), loss="mean-squared-error")
 
 
 def test_fold_keeps_every_bit_and_finds_nothing_twice() -> None:

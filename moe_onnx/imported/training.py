@@ -18,7 +18,7 @@ from moe_onnx.build.forward import Forward
 from moe_onnx.build.imported import CROSS_ENTROPY
 from moe_onnx.build.optimizers import Optimizer
 from moe_onnx.build.training_graph import TrainingGraph, checked_choices, finished
-from moe_onnx.errors import ModelError, OptionError
+from moe_onnx.errors import GradientError, ModelError, OptionError
 from moe_onnx.imported.fusing import Fused, fused
 from moe_onnx.imported.losses import add_loss
 from moe_onnx.imported.root import shape_of
@@ -109,11 +109,24 @@ def training_graph_from(
         )
         if assembly is None and set(source.outputs) - {source.config.loss}:
             names.append("forward")
-        drafts = {name: _ImportedDraft(name, source, optimizer, optimize_for) for name in names}
+        with _told_why_not(given):
+            drafts = {name: _ImportedDraft(name, source, optimizer, optimize_for) for name in names}
         dispatch = {"kind": "none", "mode": "dropless", "expert_capacity": 0, "active_num": 0}
         graph = finished(drafts, dispatch, optimize_for, source.weights)
     _warn_of_traces(model)
     return graph
+
+
+@contextmanager
+def _told_why_not(given: Fused) -> Iterator[None]:
+    """An error of gradients also says which MoE layers stayed what they were: they may be what has none."""
+    try:
+        yield
+    except GradientError as error:
+        why = "; ".join(f"'{node}': {text}" for node, text in given.not_fused.items())
+        if not why:
+            raise
+        raise GradientError(f"{error} MoE layers that were not fused: {why}.") from error
 
 
 @contextmanager
