@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 Oracle = TypeVar("Oracle", bound=Callable[..., Any])
-_MOST = 4096  # answers of each, of small arrays
+_MOST, _BYTES = 4096, 2**25  # answers of each oracle, and what they and their questions hold
 
 
 def remembered(oracle: Oracle) -> Oracle:
@@ -26,19 +26,23 @@ def remembered(oracle: Oracle) -> Oracle:
 
     What is handed out are copies.
     """
-    answers: OrderedDict[Any, Any] = OrderedDict()
+    answers: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
+    held = 0
 
     @functools.wraps(oracle)
     def answer(*arguments: Any, **named: Any) -> Any:
+        nonlocal held
         values = [*arguments, *(value for pair in sorted(named.items()) for value in pair)]
-        if sum(value.nbytes for value in values if isinstance(value, np.ndarray)) > 2**15:
+        size = sum(value.nbytes for value in values if isinstance(value, np.ndarray))
+        if size > 2**18:
             return oracle(*arguments, **named)
         key = (len(arguments), *map(_key, values))
         if key not in answers:
-            answers[key] = oracle(*arguments, **named)
-            if len(answers) > _MOST:
-                answers.popitem(last=False)
-        return _copy(answers[key])
+            answers[key] = oracle(*arguments, **named), size
+            held += size
+            while len(answers) > _MOST or held > _BYTES:
+                held -= answers.popitem(last=False)[1][1]
+        return _copy(answers[key][0])
 
     return answer  # type: ignore[return-value]
 
