@@ -173,6 +173,8 @@ def _columns(value: ir.Value, node: ir.Node) -> tuple[ir.Value | None, str] | No
     if is_op(node, "Slice"):
         starts, ends, axes = (ints(reads(node, i)) for i in (1, 2, 3))
         steps, width = ints(reads(node, 4)) or [1], size(source, 1)
+        if width is None and (made := linear_of(source)) is not None:
+            width = made.sizes[0]
         if not starts or not ends or not axes or width is None or width % 2:
             return None
         if len(axes) != 1 or not is_axis(axes[0], 1, 2):
