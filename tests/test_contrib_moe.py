@@ -249,6 +249,22 @@ NEAR_MISSES = {
     "the gate behind": (
         [("sigmoid = Sigmoid (left)", "sigmoid = Sigmoid (right)")], "kernel's: Sigmoid(x[second])",
     ),
+    "columns without their fractions": (
+        [("sigmoid = Sigmoid (left)", "whole = Cast <to = 7> (left)\n    floor = Cast <to = 1> (whole)\n"
+          "    sigmoid = Sigmoid (floor)")], "Cast is in no activation",
+    ),
+    "a number without its fraction": (
+        [("float[6, 4] gate,", "float[6, 4] gate, float half = {0.5},"),
+         ("hidden = Mul (silu, right)", "none = Cast <to = 7> (half)\n    beta = Cast <to = 1> (none)\n"
+          "    more = Add (right, beta)\n    hidden = Mul (silu, more)")], "Add is in no activation",
+    ),
+    "a clamp to nothing": (
+        [("float[6, 4] gate,", "float[6, 4] gate, float least = {1}, float most = {-1},"),
+         ("left, right =", "left_0, right_0 ="),
+         ("sigmoid = Sigmoid (left)", "left = Clip (left_0, , most)\n"
+          "    right = Clip (right_0, least, most)\n    sigmoid = Sigmoid (left)")],
+        "is clamped to a negative limit, -1",
+    ),
     "half of it": ([("hidden = Mul (silu, right)", "hidden = Add (silu, right)")], "Add is in no activation"),
 }  # fmt: skip
 
@@ -259,6 +275,30 @@ def test_near_misses_after_fuse(name: str) -> None:
     model = apply_passes(model_of(changed(BATCHED, *changes), weights()), ["fuse"]).model
     done = apply_passes(model, ["contrib-moe"])
     assert not done.report.applied and reason in done.report.skipped[0].text
+
+
+def test_a_limit_that_ends_the_process_is_not_run() -> None:
+    model = microsoft("swiglu", **OAI | {"swiglu_limit": -1.0})
+    model.doc_string = "something to strip"
+    with pytest.raises(moe_onnx.ModelError, match=r"Node 'moe' \(MoE\): swiglu_limit=-1 is negative"):
+        moe_onnx.rewrite_model(model, ["strip"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "experts"), [((), 3), ((1,), 3), ((1, 1), 3), ((6,), 3), ((1, 6), 3), ((), 1)]
+)
+def test_what_gemm_adds_is_a_bias_or_the_layer_is_left(shape: tuple[int, ...], experts: int) -> None:
+    config = {"num_experts": experts, "num_experts_per_tok": min(experts, 2), "expert_bias": True}
+    model = moe_onnx.build_training_graph(moe_onnx.MoeLayerConfig(**SIZES | config), assembly="forward").model
+    lasts = [n for n in model.graph.node if n.op_type == "Gemm" and n.name.startswith("experts/")][1::2]
+    for i, node in enumerate(lasts):
+        # Of one expert the rows themselves would fit, too.
+        node.input[2] = f"c{i}" if experts > 1 else "dispatch:0"
+        added = np.full(shape, i + 0.5, np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(added, f"c{i}"))
+    done = moe_onnx.rewrite_model(model, ["contrib-moe"])
+    assert len(contrib(done.model)) == (shape[-1:] == (6,))
+    assert done.changed or "no product of an expert's last weight" in done.report.skipped[0].text
 
 
 def test_a_wrong_order_of_columns_is_found_by_running(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,8 +54,11 @@ def test_gathered_weights_become_grouped_products_of_the_same_values(form: str) 
     text, transposed = FORMS[form]
     given = weights(transposed=transposed)
     before = model_of(text, given)
+    before.graph.output[0].doc_string = "what is said of it"
+    before.graph.output[0].metadata_props.add(key="unit", value="m")
     after = fused(before)
     assert ours(after) == ASCEND
+    assert after.graph.output[0] == before.graph.output[0]
     kinds = [node.op_type for node in after.graph.node]
     assert "GatherND" not in kinds and "Softmax" in kinds and kinds.count("Sigmoid") == 1
     products = [node for node in after.graph.node if node.op_type == "MoeGroupedMatmul"]
@@ -336,6 +339,11 @@ def test_the_node_of_onnxruntime_becomes_one_that_trains(activation: str, more: 
         ("swiglu", {"swiglu_fusion": 2}, "the CPU kernel has only the interleaved SwiGLU"),
         ("geglu", {"swiglu_fusion": 1}, "activation_type='geglu' is none of the CPU kernel's"),
         ("relu", {"use_sparse_mixer": 1}, "use_sparse_mixer=1 is no rule of the CPU kernel"),
+        (
+            "swiglu",
+            {"swiglu_fusion": 1, "swiglu_limit": -1.0},
+            "the CPU kernel ends the process for a negative",
+        ),
         ("relu", {"k": 6}, "k = 6 is not in 1 .. 5"),
     ],
 )

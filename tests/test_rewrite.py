@@ -139,6 +139,22 @@ def test_a_tolerance_is_a_tolerance() -> None:
         moe_onnx.rewrite_model(RELU, [replacing("Relu", *nodes, tolerance={"float32": 1e-6})])
 
 
+def test_what_was_0_everywhere_has_no_share() -> None:
+    """Outputs of which nothing is a largest value are held to the tolerance itself."""
+    model = simple(helper.make_node("Sub", ["x", "x"], ["y"], "none"))
+    none = helper.make_node("Sub", ["x", "x"], ["none"])
+    for more in (1e-7, 2.0):
+        nodes = [helper.make_node("Constant", [], ["more"], value_float=more), none]
+        wrong = replacing("Sub", *nodes, helper.make_node("Add", ["none", "more"], ["y"]))
+        if more < 1:
+            assert (
+                "of 0, which it was everywhere" in moe_onnx.rewrite_model(model, [wrong]).report.verified[0]
+            )
+            continue
+        with pytest.raises(moe_onnx.VerificationError, match=r"differs by 2.0e\+00, and was 0 everywhere"):
+            moe_onnx.rewrite_model(model, [wrong])
+
+
 def test_what_cannot_be_verified_is_not_said_to_be() -> None:
     size = helper.make_tensor_value_info("size", TensorProto.INT64, [2])
     model = simple(helper.make_node("Reshape", ["x", "size"], ["y"]), helper.make_node("Relu", ["x"], ["z"]))

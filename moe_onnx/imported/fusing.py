@@ -15,6 +15,7 @@ from moe_onnx.errors import ModelError, ModelFileError, VerificationError
 from moe_onnx.rewrite.fold import FOLD
 from moe_onnx.rewrite.fuse.forms import FUSE
 from moe_onnx.rewrite.notes import MAIN, Note, Notes, Pass
+from moe_onnx.rewrite.passes import DEFECT
 from moe_onnx.validation.rewriting.rewrite import rewrite_model
 
 
@@ -56,16 +57,26 @@ def fused(model: onnx.ModelProto | str | os.PathLike[str]) -> Fused:
     except ModelFileError:
         return Fused(model)  # whoever reads it says so
     except VerificationError as error:
-        warnings.warn(f"MoE layers are not fused, and stay as they were: {error}", stacklevel=3)
-        return Fused(model, not_fused={"the model": str(error)})
+        return _left(model, str(error))
     except ModelError as error:
+        if DEFECT in str(error):
+            return _left(model, str(error))
         return Fused(model, not_fused={"the model": str(error)})
+    except Exception as error:
+        # A defect of a pass is no reason not to train the model as it is, and none to keep silent.
+        text = f"a defect of moe_onnx, {type(error).__name__}: {error}"
+        return _left(model, text)
     skipped = _table(done.report.skipped)
     if not done.changed:
         return Fused(model, not_fused=skipped)
     folder = None if done.source is None else done.source.resolve().parent
     lines = tuple(done.report.verified)
     return Fused(done.model, folder, _table(done.report.applied), skipped, lines, model)
+
+
+def _left(model: ModelProto | str | os.PathLike[str], why: str) -> Fused:
+    warnings.warn(f"MoE layers are not fused, and stay as they were: {why}", stacklevel=4)
+    return Fused(model, not_fused={"the model": why})
 
 
 def _table(notes: Sequence[Note]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from onnx.reference import ReferenceEvaluator
 from moe_onnx.rewrite.by_ir import by_ir
 from moe_onnx.rewrite.fuse.graph import attribute, ints, is_op, producer, rank, reads
 from moe_onnx.rewrite.fuse.types import MAIN, Types, inferred, typed
+from moe_onnx.rewrite.nodes import fresh
 from moe_onnx.rewrite.notes import EXACT, Notes, Pass, mark
 from moe_onnx.spec import DOMAIN
 
@@ -46,6 +47,9 @@ def fold_once(model: ir.Model, types: Mapping[tuple[str, str, str], Types], note
     for key, function in model.functions.items():
         if function.domain != DOMAIN:  # our bodies are what they are
             homes.append((key, function.graph, function.opset_imports.get("", main)))
+    every = [graph for _, home, _ in homes for graph in (home, *home.subgraphs())]
+    names = {str(value.name) for graph in every for value in (*graph.inputs, *graph.initializers.values())}
+    names |= {str(out.name) for graph in every for node in graph for out in node.outputs}
     for key, home, version in homes:
         inside = [home, *home.subgraphs()]
         values = [v for graph in inside for v in (*graph.inputs, *graph.initializers.values())]
@@ -54,22 +58,22 @@ def fold_once(model: ir.Model, types: Mapping[tuple[str, str, str], Types], note
             for graph in inside:
                 for node in list(graph):
                     if node.graph is graph:  # not dropped meanwhile
-                        _fold_node(graph, node, version, notes)
+                        _fold_node(graph, node, version, notes, names)
 
 
-def _fold_node(graph: ir.Graph, node: ir.Node, version: int, notes: Notes) -> None:
+def _fold_node(graph: ir.Graph, node: ir.Node, version: int, notes: Notes, names: set[str]) -> None:
     if node.domain not in ("", "ai.onnx") or len(node.outputs) != 1 or node.op_type.startswith(_UNSTABLE):
         return
     out, place = node.outputs[0], notes.places.get(id(graph), "")
     if not out.uses():
         return
     if is_op(node, "Reshape") and small(node.inputs[0]) is None:  # type: ignore[arg-type]
-        _free_one(graph, node, notes, place)
+        _free_one(graph, node, notes, place, names)
         return
     if out.is_graph_output():
         return
     if is_op(node, "SequenceAt"):
-        _slice(graph, node, notes, place)
+        _slice(graph, node, notes, place, names)
         return
     same = unchanged(node)
     if same is not None:
@@ -80,7 +84,7 @@ def _fold_node(graph: ir.Graph, node: ir.Node, version: int, notes: Notes) -> No
     value = _value(node, version)
     if value is not None:
         notes.applied(node, f"is a constant: {value.tolist()}", place)
-        _constant(graph, node, value, out)
+        _constant(graph, node, value, out, names)
 
 
 def unchanged(node: ir.Node) -> ir.Value | None:
@@ -152,7 +156,7 @@ def evaluated(node: ir.Node, values: list[Array], version: int) -> Array | None:
     return found if found.size <= _MOST and found.dtype.kind in "iub" else None
 
 
-def _free_one(graph: ir.Graph, node: ir.Node, notes: Notes, place: str) -> None:
+def _free_one(graph: ir.Graph, node: ir.Node, notes: Notes, place: str, names: set[str]) -> None:
     """Let a Reshape to ``[a computed size, 2, 16]`` be one to ``[-1, 2, 16]``.
 
     The number of elements leaves one size open: where the size that was computed is another one, the
@@ -172,12 +176,12 @@ def _free_one(graph: ir.Graph, node: ir.Node, notes: Notes, place: str) -> None:
             return
     if sizes.count(-1) == 1:
         notes.applied(node, f"to {sizes}: the one size that is computed is what is left", place)
-        shape = _new(graph, node, np.array(sizes, np.int64), f"{node.outputs[0].name}/shape")
+        shape = _new(graph, node, np.array(sizes, np.int64), fresh(f"{node.outputs[0].name}/shape", names))
         node.replace_input_with(1, shape)
         _drop(parts)
 
 
-def _slice(graph: ir.Graph, node: ir.Node, notes: Notes, place: str) -> None:
+def _slice(graph: ir.Graph, node: ir.Node, notes: Notes, place: str, names: set[str]) -> None:
     """Let ``SequenceAt(SplitToSequence(x, lengths), i)`` be a Slice: sequences have no gradients."""
     split = producer(node.inputs[0], "SplitToSequence")
     lengths, index = ints(reads(split, 1)) if split is not None else None, ints(node.inputs[1])
@@ -198,7 +202,7 @@ def _slice(graph: ir.Graph, node: ir.Node, notes: Notes, place: str) -> None:
     out, name = node.outputs[0], str(node.outputs[0].name)
     inputs = [split.inputs[0]]
     for what, number in (("start", start), ("stop", stop), ("axis", attribute(split, "axis", 0))):
-        inputs.append(_new(graph, node, np.array([number], np.int64), f"{name}/{what}"))
+        inputs.append(_new(graph, node, np.array([number], np.int64), fresh(f"{name}/{what}", names)))
     made = ir.Node("", "Slice", inputs, name=node.name, metadata_props=dict(node.metadata_props))
     mark(made, NAME)
     notes.applied(node, f"is a Slice [{start}:{stop}] of '{split.inputs[0].name}'", place)  # type: ignore[union-attr]
@@ -209,9 +213,9 @@ def _slice(graph: ir.Graph, node: ir.Node, notes: Notes, place: str) -> None:
     made.outputs[0].name, (made.outputs[0].type, made.outputs[0].shape) = name, kept
 
 
-def _constant(graph: ir.Graph, node: ir.Node, value: Array, out: ir.Value) -> None:
+def _constant(graph: ir.Graph, node: ir.Node, value: Array, out: ir.Value, names: set[str]) -> None:
     name, kept = str(out.name), (out.type, out.shape)
-    out.name = f"{name}/computed"
+    out.name = fresh(f"{name}/computed", names)
     new = _new(graph, node, value, name)
     new.type, new.shape = kept
     ir.convenience.replace_all_uses_with(out, new)

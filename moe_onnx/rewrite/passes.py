@@ -20,6 +20,8 @@ from moe_onnx.rewrite.notes import Notes, Pass, PassReport, scopes
 from moe_onnx.rewrite.strip import STRIP
 from moe_onnx.rewrite.whole import LEGALIZE, TO_FLOAT64
 
+DEFECT = "this is a defect of the pass"
+
 PASSES: dict[str, Pass] = {
     one.name: one for one in (EXPAND, LEGALIZE, TO_FLOAT64, STRIP, FOLD, FUSE, CONTRIB_MOE)
 }
@@ -88,7 +90,7 @@ def apply_passes(model: ModelProto, passes: Sequence[str | Pass]) -> Applied:
         done.report.skipped += notes.left
         if not notes.done:
             continue
-        _check(made, f"Pass {one.name!r} made a model that is not valid ONNX; this is a defect of the pass")
+        _check(made, f"Pass {one.name!r} made a model that is not valid ONNX; {DEFECT}")
         done.report.applied += notes.done
         done.model = made
         done.tolerance = _sum(done.tolerance, one.tolerance)

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.contrib_moe.dispatched import number
+from moe_onnx.rewrite.contrib_moe.dispatched import is_same_type, number
 from moe_onnx.rewrite.contrib_moe.products import Linear, linear_of
 from moe_onnx.rewrite.fuse.graph import NotThis, attribute, ints, is_axis, is_op, producer, reads, size
 
@@ -75,6 +75,8 @@ def _swiglu(tree: Tree, at: ir.Node) -> tuple[Activation, tuple[int, int]]:
                 limit = gate[2]
                 if gate[1] is not None or limit is None or linear[1:3] != (-limit, limit):
                     raise no
+                if not limit >= 0:  # the kernel would end the process
+                    raise NotThis(at, f"its activation is clamped to a negative limit, {limit:g}")
                 gate, linear = gate[3], linear[3]
             if not gate[0] == linear[0] == "columns":
                 continue
@@ -121,7 +123,7 @@ def _tree(value: ir.Value | None, found: dict[ir.Value, Linear], at: ir.Node) ->
         if whole[:2] != WHOLE[:2]:
             raise NotThis(node, "takes columns of what is no product")
         return ("columns", name, whole[2])
-    if is_op(node, "Identity", "Cast", "CastLike"):
+    if is_op(node, "Identity") or is_same_type(node):
         return _tree(node.inputs[0], found, node)
     if is_op(node, "Relu", "Sigmoid"):
         return (node.op_type, _tree(node.inputs[0], found, node))

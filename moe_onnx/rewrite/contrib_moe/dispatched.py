@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from moe_onnx.rewrite.fuse.graph import NotThis, attribute, ints, is_axis, producer, reads, size
 from moe_onnx.spec import DOMAIN
 
-_SAME = ("Cast", "CastLike", "Identity", "Reshape", "Unsqueeze")
+_SAME = ("Identity", "Reshape", "Unsqueeze")
+_INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
+_FLOATS = (ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 BY_INDEX, BY_MAP = "MoeInitRoutingV2", "MoeTokenPermuteWithRoutingMap"
 
 
@@ -26,15 +29,12 @@ class Dispatch:
 
     def is_counts(self, value: ir.Value | None) -> bool:
         """Whether a value is the number of rows of each expert."""
-        while (node := producer(value, "Cast", "Identity")) is not None:
-            value = node.inputs[0]
+        value = _counted(value)
         if self.node.op_type == BY_INDEX:
             flag = attribute(self.node, "expert_tokens_count_or_cumsum_flag", 0)
             return value is self.node.outputs[2] and flag == 2
         total = producer(value, "ReduceSum")
-        chosen = total.inputs[0] if total is not None else None
-        while (node := producer(chosen, "Cast", "Identity")) is not None:
-            chosen = node.inputs[0]
+        chosen = _counted(total.inputs[0]) if total is not None else None
         return (
             total is not None
             and ints(reads(total, 1)) in ([0], [-2])
@@ -74,14 +74,49 @@ class Dispatch:
         )
 
 
+def is_same_type(node: ir.Node) -> bool:
+    """Whether a node casts to the type that there is already, so that it changes nothing."""
+    if producer(node.outputs[0], "Cast", "CastLike") is None:
+        return False
+    given, made = node.inputs[0], _type_of(node)
+    return given is not None and given.dtype is not None and given.dtype == made
+
+
+def _type_of(cast: ir.Node) -> ir.DataType | None:
+    """What a Cast or CastLike makes of its input, if that is known."""
+    if cast.op_type == "CastLike":
+        like = reads(cast, 1)
+        return None if like is None else like.dtype
+    to = cast.attributes.get("to")
+    return None if to is None or to.is_ref() else ir.DataType(to.as_int())
+
+
+def _counted(value: ir.Value | None) -> ir.Value | None:
+    """What a small whole number is made of: a Cast to a wide integer keeps it, one to bool does not."""
+    while (node := producer(value, "Cast", "Identity")) is not None:
+        if node.op_type == "Cast" and _type_of(node) not in _INTEGERS:
+            break
+        value = node.inputs[0]
+    return value
+
+
 def number(value: ir.Value | None) -> float | None:
-    """A constant of one element."""
-    while (node := producer(value, *_SAME)) is not None:
+    """A constant of one element, as the Casts behind it leave it."""
+    casts: list[ir.DataType | None] = []
+    while (node := producer(value, *_SAME, "Cast", "CastLike")) is not None:
+        if node.op_type not in _SAME:
+            casts.append(_type_of(node))
         value = node.inputs[0]
     tensor = None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
     if tensor is None or tensor.size != 1 or isinstance(tensor, ir.ExternalTensor):
         return None
-    return float(tensor.numpy().reshape(-1)[0])
+    found = float(tensor.numpy().reshape(-1)[0])
+    for kind in reversed(casts):
+        if kind in _FLOATS:
+            found = float(np.asarray(found).astype(kind.numpy()))
+        elif kind not in _INTEGERS or not found.is_integer():
+            return None
+    return found
 
 
 def dispatch_of(combine: ir.Node) -> Dispatch:
@@ -131,8 +166,7 @@ def _ids_of_map(chosen: ir.Value | None) -> ir.Value | None:
 
 def _is_sorted(given: ir.Value | None, ids: ir.Value, top_k: int | None) -> bool:
     """Whether a value is these ids, ascending in each token."""
-    while (node := producer(given, "Cast", "Identity")) is not None:
-        given = node.inputs[0]
+    given = _counted(given)
     top = producer(given, "TopK")
     if top is None or given is not top.outputs[0] or attribute(top, "largest", 1):
         return given is ids and top_k == 1

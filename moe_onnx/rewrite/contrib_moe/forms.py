@@ -207,7 +207,7 @@ CONTRIB_MOE = Pass(
     NAME,
     summary="Layers of ascend.moe nodes become com.microsoft MoE nodes, for inference by onnxruntime.",
     needs="float32, no rows dropped, an activation of onnxruntime's CPU kernel, weights on the combine",
-    leaves="the router as it was, its weights' logarithms as the kernel's scores; weights of experts",
+    leaves="the router as it was, its weights' logarithms as the kernel's scores; infinite ones give NaN",
     apply=contrib_moe,
     tolerance=ROUNDING,
 )

@@ -64,6 +64,8 @@ def linear_of(value: ir.Value | None) -> Linear | None:
         scaled = attribute(node, "alpha", 1.0) != 1 or attribute(node, "beta", 1.0) != 1
         if scaled or attribute(node, "transA", 0):
             return None
+        if reads(node, 2) is not None and not _is_bias(reads(node, 2)):
+            return None
         return Linear(node, _in(node, 0), _in(node, 1), not attribute(node, "transB", 0), reads(node, 2))
     if is_op(node, "Add"):
         for one, other in ((0, 1), (1, 0)):
@@ -73,10 +75,16 @@ def linear_of(value: ir.Value | None) -> Linear | None:
                 continue
             if made.is_grouped and producer(bias, "Gather") is None:
                 return None
-            if not made.is_grouped and (rank(bias) is None or size(bias, -1) in (None, 1)):
+            if not made.is_grouped and not _is_bias(bias):
                 return None
             return Linear(made.node, made.rows, made.weight, made.turned, bias)
     return None
+
+
+def _is_bias(value: ir.Value | None) -> bool:
+    """Whether a value has a number for each column, and not one for all, nor for each row."""
+    one_row = rank(value) == 1 or (rank(value) == 2 and size(value, 0) == 1)
+    return one_row and size(value, -1) not in (None, 1)
 
 
 def _in(node: ir.Node, index: int) -> ir.Value:

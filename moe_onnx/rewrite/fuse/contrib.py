@@ -57,6 +57,8 @@ def match(node: ir.Node) -> Layer:
         raise NotThis(node, "the CPU kernel has only the interleaved SwiGLU (swiglu_fusion=1)")
     if attribute(node, "swiglu_limit_after_activation", 0):
         raise NotThis(node, "swiglu_limit_after_activation=1 is no rule of the CPU kernel")
+    if kind == "swiglu" and not attribute(node, "swiglu_limit", 0.0) >= 0:
+        raise NotThis(node, "the CPU kernel ends the process for a negative swiglu_limit")
     experts, hidden, inner = size(up, 0), size(up, 2), size(down, 2)
     if experts is None or hidden is None or inner is None:
         raise NotThis(node, "the shapes of its weights are not known")

@@ -218,4 +218,6 @@ def _take_over(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
     if old.is_graph_output():
         # The name of an output is what the model is called by.
         old.name, new.name = f"{old.name}/before", old.name
+        new.doc_string = old.doc_string
+        new.metadata_props.update(old.metadata_props)
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)

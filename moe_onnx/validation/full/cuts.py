@@ -10,7 +10,7 @@ from onnx import AttributeProto, ModelProto, NodeProto, TypeProto, ValueInfoProt
 from moe_onnx.runtime.session import InferenceSession
 from moe_onnx.validation.hazards.equations import unreadable_equation
 from moe_onnx.validation.run.messages import said
-from moe_onnx.validation.run.sessions import QUIET
+from moe_onnx.validation.run.sessions import QUIET, refuse_aborting
 from moe_onnx.validation.subject import Subject
 
 _FOLDER = "session.model_external_initializers_file_folder_path"
@@ -76,6 +76,7 @@ def session_of(model: ModelProto, subject: Subject, *, plain: bool = False) -> o
     """
     if place := unreadable_equation(subject):
         raise RuntimeError(f"onnxruntime does not come to an end with the equation of {place}")
+    refuse_aborting(model)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what is wrong with the model is said by others
     options.intra_op_num_threads = 1

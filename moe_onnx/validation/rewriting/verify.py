@@ -27,6 +27,7 @@ from moe_onnx.validation.run.sessions import (
     Outputs,
     Session,
     make_session,
+    refuse_aborting,
     weight_bytes,
 )
 from moe_onnx.validation.subject import Subject
@@ -96,6 +97,7 @@ def _session(subject: Subject) -> Session:
     if subject.folder is not None:
         options.add_session_config_entry(_FOLDER, str(subject.folder))
     register(options, "python")
+    refuse_aborting(subject.model)
     data = subject.model.SerializeToString()
     session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"], **QUIET)
     return Session(session, PLAIN, 1, 0.0, None)
@@ -179,7 +181,8 @@ def _how_equal(expected: Outputs, found: Outputs) -> str:
         return f"{count} the same to the bit"
     gaps = {name: difference(value, found[name]) for name, value in expected.items()}
     worst = max(gaps, key=lambda name: gaps[name])
-    return f"{count} equal, '{worst}' within {gaps[worst]:.1e} of its largest value"
+    of = "of its largest value" if expected[worst].any() else "of 0, which it was everywhere"
+    return f"{count} equal, '{worst}' within {gaps[worst]:.1e} {of}"
 
 
 def _which(name: str, gap: float, expected: Outputs, found: Outputs, done: Applied) -> str:
@@ -192,6 +195,8 @@ def _which(name: str, gap: float, expected: Outputs, found: Outputs, done: Appli
     limit = done.tolerance.get(one.dtype.name, 0.0)
     at = _worst(one, two)
     size = f"by {gap:.1e} of its largest value" if gap < float("inf") else "altogether"
+    if gap < float("inf") and not one.any():  # a share of nothing is no number
+        size = f"by {gap:.1e}, and was 0 everywhere"
     allowed = f"at most {limit:g} is allowed" if limit else "no bit may"
     place = f"'{name}'{list(map(int, at))} is {two[at]}, it was {one[at]}"
     return f"output '{name}' differs {size}, {allowed}: {place},"

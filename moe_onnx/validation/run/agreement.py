@@ -35,7 +35,7 @@ def difference(expected: Array, found: Array, least: float = 0.0) -> float:
     Args:
         expected: NaN and infinities must stand in the same places.
         found: Of the same shape and dtype.
-        least: The difference is no share of anything smaller than this.
+        least: The difference is no share of anything smaller than this. Where both are 0, it is itself given.
     """
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return float("inf")
@@ -51,7 +51,7 @@ def difference(expected: Array, found: Array, least: float = 0.0) -> float:
         return 0.0
     gap = float(np.abs(one[finite] - two[finite]).max())
     scale = max(float(np.abs(one[finite]).max()), least)
-    return gap / scale if gap else 0.0
+    return gap / scale if gap and scale else gap
 
 
 def differing(

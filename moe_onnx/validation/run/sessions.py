@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-from onnx import ModelProto, ValueInfoProto
+from onnx import ModelProto, ValueInfoProto, helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from moe_onnx.errors import MoeOnnxError
+from moe_onnx.errors import ModelError, MoeOnnxError
 from moe_onnx.rewrite.legalize import uses_domain
+from moe_onnx.rewrite.notes import scopes
 from moe_onnx.runtime.ort_values import to_numpy, to_ort_value
 from moe_onnx.runtime.routes import why_not
 from moe_onnx.runtime.session import InferenceSession
@@ -122,6 +123,7 @@ def make_session(subject: Subject, route: str, threads: int = 1, extra: Iterable
     Raises:
         Exception: One of :data:`ERRORS`.
     """
+    refuse_aborting(subject.model)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -137,6 +139,29 @@ def make_session(subject: Subject, route: str, threads: int = 1, extra: Iterable
     else:
         made = InferenceSession(model, options, ["CPUExecutionProvider"], kernels=route, **QUIET)
     return Session(made, route, threads, time.perf_counter() - start, memory.growth())
+
+
+def refuse_aborting(model: ModelProto) -> None:
+    """Refuse what no error comes of, but the end of the process.
+
+    Raises:
+        ModelError: If a node clamps to nothing, which onnxruntime's CPU kernel asserts that none does.
+    """
+    for scope in scopes(model):
+        for node in scope.owner.node:
+            if node.domain != "com.microsoft" or node.op_type not in ("MoE", "QMoE"):
+                continue
+            known = {
+                attr.name: helper.get_attribute_value(attr)
+                for attr in node.attribute
+                if not attr.ref_attr_name
+            }
+            limit = known.get("swiglu_limit", 0.0)
+            if known.get("activation_type") == b"swiglu" and not limit >= 0:
+                raise ModelError(
+                    f"Node '{node.name or node.output[0]}' ({node.op_type}): swiglu_limit={limit:g} is "
+                    "negative. It is not run, as onnxruntime's CPU kernel ends the process for such a limit."
+                )
 
 
 def with_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
