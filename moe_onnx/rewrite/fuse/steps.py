@@ -91,6 +91,8 @@ def updates_of(
     whole = attribute(node, "axis", 0) in (0, -2) and at.axes == ("N", "C") and len(at.coords) == 1
     if is_op(node, "ScatterElements") and not whole:
         raise NotThis(node, "puts rows along another axis than the first")
+    if is_op(node, "ScatterElements") and not whole_rows(node):
+        raise NotThis(node, "is not known to put all columns of its rows")
     by_row = at.coords in (("T",), ("P",), ("P", "C"), ("T", "C"))
     if not by_row or at.axes not in (("N", "C"), ("N", "1"), ("N", "2")):
         raise NotThis(node, f"puts rows by {' and '.join(at.coords)} of the pairs, not by their tokens")
@@ -106,6 +108,13 @@ def updates_of(
     if flat:
         raise NotThis(node, "puts elements that are no rows, one after the other")
     return updates, used
+
+
+def whole_rows(node: ir.Node) -> bool:
+    """Whether a ScatterElements puts all columns: its index has the shape of its updates."""
+    data, index, updates = node.inputs[:3]
+    put = {size(value, 1) for value in (index, updates)} - {None}
+    return len(put) == 1 and put == {size(data, 1)}
 
 
 def _keeps(reader: Reader, node: ir.Node, at: Meaning, flat: bool) -> bool:
