@@ -9,6 +9,7 @@ import onnx_ir as ir
 from moe_onnx.rewrite.fuse.graph import NotThis, attribute, ints, is_op, only_user, producer, rank, size
 from moe_onnx.rewrite.fuse.meaning import Meaning, Walk
 from moe_onnx.rewrite.fuse.reading import Reader
+from moe_onnx.rewrite.fuse.reading_axes import asked_dims
 from moe_onnx.rewrite.fuse.shapes import folded, is_filled
 
 
@@ -113,8 +114,22 @@ def updates_of(
 def whole_rows(node: ir.Node) -> bool:
     """Whether a ScatterElements puts all columns: its index has the shape of its updates."""
     data, index, updates = node.inputs[:3]
-    put = {size(value, 1) for value in (index, updates)} - {None}
-    return len(put) == 1 and put == {size(data, 1)}
+    put = {_columns(value) for value in (index, updates)} - {None}
+    return len(put) == 1 and put == {_columns(data)}
+
+
+def _columns(value: ir.Value | None) -> int | None:
+    """The columns of a matrix, also where inference does not say."""
+    for _ in range(1000):
+        found, node = size(value, 1), producer(value, "Expand", "ScatterElements", "ScatterND")
+        if found is not None or node is None or value is None:
+            return found
+        if node.op_type == "Expand":
+            asked = asked_dims(node.inputs[1], value)
+            last = asked[1] if len(asked) == 2 else None
+            return last if isinstance(last, int) and last > 1 else None
+        value = node.inputs[0]
+    return None
 
 
 def _keeps(reader: Reader, node: ir.Node, at: Meaning, flat: bool) -> bool:
