@@ -105,6 +105,31 @@ NEAR_MISSES: dict[str, tuple[str, list[tuple[str, str]], str, str]] = {
     "another activation for one": (
         "scatter", [("sigmoid4 = Sigmoid", "sigmoid4 = Tanh")], "sigmoid4", "stands where another expert has",
     ),
+    "ids of all tokens in a row": (
+        "one_hot", [("hot = OneHot <axis = -1> (ids,",
+         "row_of_all = Flatten <axis = 0> (ids)\n    hot = OneHot <axis = -1> (row_of_all,"),
+         ("    weights_3d = Unsqueeze (weights, last)\n    pairs = Mul (hot_f, weights_3d)\n"
+          "    dense = ReduceSum <keepdims = 0> (pairs, axis_1)",
+          "    any = ReduceMax <keepdims = 0> (hot_f, axis_1)\n    dense = Mul (probs, any)")],
+        "weighted0", "weights 'dense' are not known",
+    ),
+    "ids in rows of a given shape": (
+        "one_hot", [("(float[T, 4] x)", "(float[T, 4] x, int64[2] given)"), ("hot = OneHot <axis = -1> (ids,",
+         "rows_of = Reshape (ids, given)\n    hot = OneHot <axis = -1> (rows_of,"),
+         ("    weights_3d = Unsqueeze (weights, last)\n    pairs = Mul (hot_f, weights_3d)\n"
+          "    dense = ReduceSum <keepdims = 0> (pairs, axis_1)",
+          "    any = ReduceMax <keepdims = 0> (hot_f, axis_1)\n    dense = Mul (probs, any)")],
+        "weighted0", "weights 'dense' are not known",
+    ),
+    "divided by what may be zero": (
+        "scatter", [("dense = ScatterElements <axis = 1> (zeros, ids, weights)",
+         "put = ScatterElements <axis = 1> (zeros, ids, weights)\n    dense = Div (put, logits)")],
+        "weighted0", "weights 'dense' are not known",
+    ),
+    "another number for what is chosen": (
+        "one_hot", [("(float[T, 4] x)", "(float[T, 4] x, int64[2] off_on)")], "weighted0",
+        "weights 'dense' are not known",
+    ),
     "across tokens": (
         "scatter", [("Sigmoid (left", "Softmax <axis = 0> (left")], "sigmoid0",
         "works on another axis than the last",

@@ -225,6 +225,18 @@ NEAR_MISSES: dict[str, tuple[list[tuple[str, str]], str, str]] = {
          "Gather <axis = 0> (z,")],
         "y_1", "tokens 'z' are not known to be as many",
     ),
+    "weights cut to integers": (
+        [("w_2d2 = Unsqueeze (w2, last)",
+         "cut = Cast <to = 7> (w2)\n    back = Cast <to = 1> (cut)\n    w_2d2 = Unsqueeze (back, last)")],
+        "weighted2", "neither of its factors is known to be the weights",
+    ),
+    "some columns": (
+        [('y_1 = ScatterND <reduction = "add"> (y_0, token_10, weighted0)',
+          'three = Constant <value_ints = [3]> ()\n    one_row = Constant <value_ints = [1, 3]> ()\n'
+          "    wide = Expand (token_10, one_row)\n    some = Slice (weighted0, first, three, last)\n"
+          '    y_1 = ScatterElements <axis = 0, reduction = "add"> (y_0, wide, some)')],
+        "y_1", "is not known to put all columns of its rows",
+    ),
     "a sum of other rows": (
         [("y_0 = Expand (nought, shape)",
          "many = Constant <value_ints = [9, 4]> ()\n    y_0 = Expand (nought, many)")],

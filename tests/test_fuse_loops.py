@@ -162,6 +162,11 @@ NEAR_MISSES: dict[str, tuple[str, list[tuple[str, str]], str, str]] = {
                   ("down_e = Gather <axis = 0> (down, e)", "down_e = Gather <axis = 0> (down, step)")],
         "weighted", "no expert has a product with weights of its own",
     ),
+    "weights of the first two experts": (
+        "turns", [("up_e = Gather <axis = 0> (up, e)", "some = Cast <to = 9> (e)\n"
+                   "    first_two = Cast <to = 7> (some)\n    up_e = Gather <axis = 0> (up, first_two)")],
+        "raised", "'up_e' depends on the turn, and is not the part of a stack",
+    ),
     "no weights": ("turns", [("weighted = Mul (done, w_2d)", "weighted = Neg (done)")], "weighted",
     "rows are summed without"),
     "replaces the sum": ("turns", [('<reduction = "add"> (before', "(before")], "after",

@@ -91,6 +91,21 @@ def test_permuted_tokens_become_our_operators(form: str) -> None:
             np.testing.assert_allclose(one(x)[0], want, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+def test_rows_of_two_tensors_and_two_outputs_of_the_same_rows() -> None:
+    """Each tensor has rows of its own, and each output its name."""
+    lines = [f"{name} = Gather <axis = 0> ({of}, token)" for name, of in (("rows", "x"), ("more", "z"))]
+    changes = [
+        (lines[0], "z = Neg (x)\n    " + "\n    ".join([*lines, lines[0].replace("rows", "again")])),
+        ("(float[T, 4] y)", "(float[T, 4] y, float[R, 4] rows, float[R, 4] again, float[R, 4] more)"),
+    ]
+    before = model_of(changed(TEXT, *changes), weights())
+    after = apply_passes(before, ["fuse"]).model
+    assert ours(after).count("MoeTokenPermuteWithRoutingMap") == 2
+    x = feeds(weights())["random"]
+    for want, got in zip(run(before, x), run(after, x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 @LONG
 def test_gradients_and_verification() -> None:
     given = weights()
@@ -129,6 +144,20 @@ NEAR_MISSES: dict[str, tuple[list[tuple[str, str]], str, str]] = {
         [("y_0 = Expand (nought, shape)",
          "many = Constant <value_ints = [9, 4]> ()\n    y_0 = Expand (nought, many)")],
         "y", "'y_0' is not known to have a row for each token",
+    ),
+    "some experts": (
+        [("    no_mark = Expand (false, logits_shape)\n", ""),
+         ("mark = Expand (true, ids_shape)", "four = Constant <value_ints = [0, 1, 2, 3]> ()"),
+         ("map = ScatterElements <axis = 1> (no_mark, ids, mark)",
+          "ids_3d = Unsqueeze (ids, last)\n    hot_b = Equal (ids_3d, four)\n"
+          "    hot = Cast <to = 1> (hot_b)\n"
+          "    axis_1 = Constant <value_ints = [1]> ()\n    map = ReduceMax <keepdims = 0> (hot, axis_1)")],
+        "hot_b", "Equal of expert ids 'ids' is no step that is known",
+    ),
+    "weights of more experts": (
+        [("ups = Gather <axis = 0> (up,", "twice = Concat <axis = 0> (up, up)\n"
+          "    ups = Gather <axis = 0> (twice,")],
+        "ups", "weights 'twice' are not of 6 experts",
     ),
     "matrices are read twice": (
         [("column = Unsqueeze (rows, last)", "column = Unsqueeze (rows, last)\n    size = Neg (ups)")],

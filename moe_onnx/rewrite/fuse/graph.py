@@ -40,11 +40,21 @@ def attribute(node: ir.Node, name: str, default: Any) -> Any:
     return default if attr is None else attr.value
 
 
+def fixed(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor of a value that no caller can override: of an input, it is the default."""
+    if value is None or value.is_graph_input():
+        return None
+    tensor = value.const_value
+    if isinstance(tensor, ir.ExternalTensor) and not tensor.base_dir:
+        return None  # nobody knows where the file is
+    return tensor
+
+
 def ints(value: ir.Value | None) -> list[int] | None:
     """The integers of a small constant, as a list; None if it is no constant."""
     if value is None:
         return None
-    tensor = value.const_value
+    tensor = fixed(value)
     node = value.producer()
     if tensor is None and is_op(node, "Constant"):
         assert node is not None
@@ -55,9 +65,7 @@ def ints(value: ir.Value | None) -> list[int] | None:
             tensor = attr.as_tensor()
         elif attr.type in (ir.AttributeType.INT, ir.AttributeType.INTS):
             return [int(number) for number in np.atleast_1d(attr.value)]
-    if isinstance(tensor, ir.ExternalTensor) and not tensor.base_dir:
-        return None  # nobody knows where the file is
-    if tensor is None or tensor.size > _READABLE or (value.is_graph_input() and value.is_initializer()):
+    if tensor is None or tensor.size > _READABLE:
         return None
     array = tensor.numpy()
     return [int(n) for n in array.reshape(-1)] if array.dtype.kind in "iu" else None
@@ -170,12 +178,20 @@ def put(
     gone: Iterable[ir.Node],
 ) -> None:
     """Insert the nodes, let new values stand for old ones, and drop what nothing reads any more."""
+    pairs: list[tuple[ir.Value, ir.Value]] = []
+    named: set[ir.Value] = set()
+    for old, new in instead:
+        # A value has one name: a second output of the graph is one of its own.
+        own = made.op("Identity", new) if old.is_graph_output() and new in named else new
+        if old.is_graph_output():
+            named.add(own)
+        pairs.append((old, own))
     for node in made.nodes:  # whose module they are of stays known
         about = {key: text for key, text in before.metadata_props.items() if key not in node.metadata_props}
         node.metadata_props.update(about)
     graph.insert_before(before, made.nodes)
-    for old, new in instead:
-        _take_over(graph, old, new)
+    for old, new in pairs:
+        _take_over(made, old, new)
     prune(gone)
     graph.sort()
 
@@ -213,11 +229,11 @@ def detach(graph: ir.Graph) -> list[ir.Value]:
     return list(read)
 
 
-def _take_over(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
+def _take_over(made: Inserter, old: ir.Value, new: ir.Value) -> None:
     new.shape, new.type = old.shape, old.type
     if old.is_graph_output():
         # The name of an output is what the model is called by.
-        old.name, new.name = f"{old.name}/before", old.name
+        old.name, new.name = made.fresh(f"{old.name}/before"), old.name
         new.doc_string = old.doc_string
         new.metadata_props.update(old.metadata_props)
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, producer, rank, size
+from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, attribute, producer, rank, size
 from moe_onnx.rewrite.fuse.lanes import Lanes, Rows
 from moe_onnx.rewrite.fuse.meaning import Choice, Expert, Meaning, Source
 from moe_onnx.rewrite.fuse.pairs import Pairs, combine, dispatch, expert_of_row
 from moe_onnx.rewrite.fuse.params import Params
 from moe_onnx.rewrite.fuse.reading import Reader
+from moe_onnx.rewrite.fuse.reading_axes import FLOATS
 from moe_onnx.rewrite.fuse.shapes import same_rows
 
 
@@ -86,6 +87,8 @@ def weighted(
     """
     node = producer(value, "Mul", "Cast", "Identity")
     while node is not None and node.op_type != "Mul":
+        if node.op_type == "Cast" and attribute(node, "to", 0) not in FLOATS:
+            raise NotThis(node, "casts weighted rows to what is no float")
         value = node.inputs[0]
         node = producer(value, "Mul", "Cast", "Identity")
     if node is None:

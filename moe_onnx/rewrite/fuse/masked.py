@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, attribute, is_op, producer, put, rank
+from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, attribute, is_op, producer, put, rank, size
 from moe_onnx.rewrite.fuse.layer import check_tokens
 from moe_onnx.rewrite.fuse.meaning import Meaning, Walk
 from moe_onnx.rewrite.fuse.products import product_of
@@ -47,7 +47,8 @@ def permutations(graph: ir.Graph, reader: Reader) -> list[Permuted]:
         walk = at.walk
         if out is not None and out.of is not None and out.axes == ("N", "H"):
             one = found.setdefault((walk, out.of), Permuted(walk, out.of))
-            by_walk.setdefault(walk, one).rows.append(node)
+            one.rows.append(node)
+            by_walk.setdefault(walk, one)  # what else is done by the order goes with the first tensor
             continue
         mine = by_walk.get(walk)
         if mine is None:
@@ -58,7 +59,7 @@ def permutations(graph: ir.Graph, reader: Reader) -> list[Permuted]:
             mine.matrices.append(node)
         elif is_op(node, "ScatterND", "ScatterElements") and at.coords == ("T",):
             mine.sums.append(node)
-    return list(by_walk.values())
+    return list(found.values())
 
 
 def unproved(graph: ir.Graph, reader: Reader) -> list[NotThis]:
@@ -120,6 +121,8 @@ def _rewrite(graph: ir.Graph, one: Permuted, reader: Reader, e: Inserter) -> str
     counts: ir.Value | None = None
     for gather in one.matrices:
         product = product_of(gather)
+        if size(product.weight, 0) != choice.experts:
+            raise NotThis(gather, f"weights '{product.weight.name}' are not of {choice.experts} experts")
         if counts is None:
             many = e.op(
                 "ReduceSum", e.op("Cast", chosen, to=int(ir.DataType.INT32)), e.constant([0]), keepdims=0

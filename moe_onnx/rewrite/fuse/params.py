@@ -6,7 +6,18 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, attribute, ints, is_op, producer, rank, reads, size
+from moe_onnx.rewrite.fuse.graph import (
+    Inserter,
+    NotThis,
+    attribute,
+    fixed,
+    ints,
+    is_op,
+    producer,
+    rank,
+    reads,
+    size,
+)
 from moe_onnx.rewrite.fuse.meaning import Expert
 from moe_onnx.rewrite.fuse.reading import Reader
 from moe_onnx.rewrite.fuse.reading_gates import expert_at
@@ -145,7 +156,7 @@ class Params:
         if node is None:
             if value.graph is not self.body:
                 return value
-            if value.const_value is None:
+            if fixed(value) is None:
                 raise NotThis(next(iter(self.body)), f"'{value.name}' is known in the Loop only")
             made = self.e.op("Constant", value=value.const_value)
         elif node.graph is not self.body:
@@ -160,11 +171,11 @@ class Params:
 
 def _small(value: ir.Value) -> tuple[object, ...] | None:
     """The elements of a small constant."""
-    tensor = value.const_value
+    tensor = fixed(value)
     node = producer(value, "Constant")
     if node is not None and "value" in node.attributes and not node.attributes["value"].is_ref():
         tensor = node.attributes["value"].as_tensor()
-    if tensor is None or tensor.size > 64 or value.is_graph_input() or is_op(node, "Identity"):
+    if tensor is None or tensor.size > 64 or is_op(node, "Identity"):
         return None
     if value.is_initializer() and tensor.dtype.is_floating_point():
         return None  # may be weights, which are equal by chance

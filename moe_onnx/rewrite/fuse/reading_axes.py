@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from moe_onnx.rewrite.fuse.reading import Reader
 
 
+# What weights may be cast to, and stay weights.
+FLOATS = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE}
+
+
 def _first(reader: Reader, node: ir.Node) -> Meaning | None:
     found = reader.read(node.inputs[0])
     return found if isinstance(found, Meaning) else None
@@ -33,6 +37,8 @@ def _cast(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     if one.what in ("gate", "pick"):
         if to == given:
             return one
+        if not {to, given} <= FLOATS:
+            return None  # truncated, or whether there is one: weights no more
         return dense(one, value) if one.axes == ("T", "E") else replace(one, cast=to)
     # Numbers of experts and tokens stay what they are.
     return one if to in (ir.DataType.INT32, ir.DataType.INT64) else None
@@ -84,30 +90,49 @@ def _reshape(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
         return None
     if node.op_type == "Flatten":
         # Before the axis, and behind it: all of what is behind it may be of size 1.
-        behind = one.axes[attribute(node, "axis", 1) % (len(one.axes) + 1) :]
-        shape: list[int | None] | None = [None, 1 if set(behind) <= {"1"} else None]
+        axis = attribute(node, "axis", 1)
+        axis += len(one.axes) if axis < 0 else 0
+        before, behind = one.axes[:axis], one.axes[axis:]
+        shape: list[int | None] | None = [1 if set(part) <= {"1"} else None for part in (before, behind)]
+        return None if shape is None else _reshaped(one, shape, None, None)
     else:
         shape = wanted_shape(node)
     if shape is None:
         axes = rank(value)
         shape = None if axes is None else [None] * axes
-    return None if shape is None else _reshaped(one, shape)
+    return None if shape is None else _reshaped(one, shape, dims(node.inputs[0]), dims(value))
 
 
-def _reshaped(one: Meaning, shape: list[int | None]) -> Meaning | None:
-    """Axes of size 1 may come and go; T and K become P, and P becomes T and K."""
+Sizes = list[int | str | None]
+
+
+def _reshaped(
+    one: Meaning, shape: list[int | None], given: Sizes | None, made: Sizes | None
+) -> Meaning | None:
+    """Axes of size 1 may come and go; T and K become P, and P becomes T and K.
+
+    Given and made sizes are those of a Reshape; a Flatten keeps the axes that it does not merge.
+    """
     solid = [letter for letter in one.axes if letter != "1"]
+    old = [i for i, letter in enumerate(one.axes) if letter != "1"]
     units = [i for i, many in enumerate(shape) if many == 1]
     places = [i for i in range(len(shape)) if i not in units]
     k = one.choice.top_k
     if solid == ["T", "K"] and len(places) == 1:
         solid = ["P"]
     elif solid == ["T", "E"] and len(places) == 1:
+        if given is None or len(given) != len(one.axes) or given[old[1]] != one.choice.experts:
+            return None
         solid = ["A"]
     elif solid == ["P"] and len(places) == 2 and shape[places[1]] == k:
         solid = ["T", "K"]
-    elif solid == ["T", "K"] and k == 1 and len(places) == 1:
-        solid = ["T"]
+    elif len(solid) == len(places) > 1 and made is not None:
+        # All axes but one must be known to stay: then the last one does.
+        sizes = given if given is not None and len(given) == len(one.axes) else [None] * len(one.axes)
+        wide = made if len(made) == len(shape) else [None] * len(shape)
+        stay = [_stays(one, i, sizes[i], (shape[p], wide[p])) for i, p in zip(old, places, strict=True)]
+        if stay.count(False) > 1:
+            return None
     if len(solid) != len(places):
         return None
     if "K" in solid and shape[places[solid.index("K")]] not in (k, None):
@@ -116,6 +141,13 @@ def _reshaped(one: Meaning, shape: list[int | None]) -> Meaning | None:
         return None
     letters = iter(solid)
     return one.turned(tuple("1" if i in units else next(letters) for i in range(len(shape))))
+
+
+def _stays(one: Meaning, axis: int, given: int | str | None, made: tuple[int | str | None, ...]) -> bool:
+    """Whether an axis is known to have the size that it had."""
+    letter = one.axes[axis]
+    known = {"K": one.choice.top_k, "2": len(one.coords)}.get(letter, given)
+    return known is not None and known in made
 
 
 def _expand(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import attribute, ints, is_op, rank, reads, size
+from moe_onnx.rewrite.fuse.graph import attribute, fixed, ints, is_op, producer, rank, reads, size
 from moe_onnx.rewrite.fuse.meaning import Expert, Meaning, Source
-from moe_onnx.rewrite.fuse.reading_axes import dense
+from moe_onnx.rewrite.fuse.reading_axes import FLOATS, dense
 from moe_onnx.rewrite.fuse.shapes import dims, folded, is_filled, number
 from moe_onnx.rewrite.fuse.views import scalar_of, view
 
@@ -35,8 +35,10 @@ def _equal(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     if known is not None and known == list(range(len(known))):
         sizes = dims(other) or [len(known)]
         at = next(i for i, many in enumerate(sizes) if many == len(known)) - len(sizes)
-        if sizes.count(1) != len(sizes) - 1 or -at > len(ids.axes) or ids.axes[at] != "1":
+        if sizes.count(1) != len(sizes) - 1 or len(sizes) > len(ids.axes) or ids.axes[at] != "1":
             return None
+        if ids.choice.experts is None or len(known) < ids.choice.experts:
+            return None  # no map of all experts: what chose another one is lost
         axes = list(ids.axes)
         axes[at] = "E"
         return replace(ids, what="hot", axes=tuple(axes))
@@ -62,7 +64,7 @@ def is_zero_one(value: ir.Value | None) -> bool:
     found = ints(value)
     if found is not None:
         return found == [0, 1]
-    tensor = None if value is None else value.const_value
+    tensor = fixed(value)
     return tensor is not None and tensor.size == 2 and tensor.numpy().tolist() in ([0, 1], [False, True])
 
 
@@ -116,9 +118,42 @@ def _multiplied(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | Non
             return _weighted(one, other, value)
         if one.what == "gate" and one.axes == ("T", "E"):
             sizes = dims(other)
+            if node.op_type == "Div" and not _divides(reader, other, one):
+                return None
             if sizes is not None and len(sizes) <= 2:
                 return dense(one, value)
     return None
+
+
+def _divides(reader: Reader, by: ir.Value | None, gate: Meaning) -> bool:
+    """Whether zeros stay zeros: by what is not 0, or by the sum of the same weights (0 with all of them)."""
+    for _ in range(8):
+        node = producer(by, "Expand", "Identity", "Cast", "Unsqueeze", "Reshape", "Add", "Max", "Clip")
+        if node is None or (node.op_type == "Cast" and attribute(node, "to", 0) not in FLOATS):
+            break
+        least = reads(node, 1)
+        if node.op_type in ("Max", "Clip") and _is_positive(least):
+            return True
+        if node.op_type == "Add" and not _is_positive(least):
+            return False
+        by = node.inputs[0]
+    total = producer(by, "ReduceSum")
+    if total is not None:
+        top = gate.choice.ids.producer()
+        summed = reader.meaning(total.inputs[0], "gate")
+        is_top = is_op(top, "TopK") and top is not None and total.inputs[0] is top.outputs[0]
+        return is_top or (summed is not None and summed.choice == gate.choice)
+    tensor = fixed(by)
+    return tensor is not None and tensor.size <= 1024 and bool((tensor.numpy() != 0).all())
+
+
+def _is_positive(value: ir.Value | None) -> bool:
+    node, tensor = producer(value, "Constant"), fixed(value)
+    if node is not None:
+        tensor = attribute(node, "value", None)
+        if tensor is None:
+            return bool(attribute(node, "value_float", 0.0) > 0)
+    return tensor is not None and tensor.size == 1 and float(tensor.numpy().reshape(-1)[0]) > 0
 
 
 def _scaled(at: Meaning, factor: ir.Value | None) -> Meaning | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import attribute, ints, is_op, producer, rank, reads, size
+from moe_onnx.rewrite.fuse.graph import attribute, fixed, ints, is_op, producer, rank, reads, size
 
 _MATH: dict[str, Callable[[int, int], int]] = {
     "Add": lambda a, b: a + b,
@@ -61,6 +61,8 @@ def folded(value: ir.Value | None, depth: int = 0) -> list[int | None] | None:
     first = given[0]
     if first is None:
         return None
+    if node.op_type == "Cast" and attribute(node, "to", 0) not in (ir.DataType.INT32, ir.DataType.INT64):
+        return first if set(first) <= {0, 1} else None  # a bool keeps no number, a float rounds otherwise
     if node.op_type in ("Unsqueeze", "Squeeze", "Reshape", "Cast", "Identity"):
         return first
     if node.op_type == "Gather":
@@ -87,10 +89,15 @@ def folded(value: ir.Value | None, depth: int = 0) -> list[int | None] | None:
         return None
     if node.op_type == "Equal":
         return [None if a is None or b is None else int(a == b) for a, b in zip(left, right, strict=True)]
-    if node.op_type == "Div" and 0 in right:
+    if node.op_type == "Div" and any(n is not None and n < low for n, low in _division(left, right)):
         return None
     math = _MATH[node.op_type]
     return [None if a is None or b is None else math(a, b) for a, b in zip(left, right, strict=True)]
+
+
+def _division(left: list[int | None], right: list[int | None]) -> list[tuple[int | None, int]]:
+    """Operands and their least values: below zero ONNX truncates, and Python does not."""
+    return [*((n, 0) for n in left), *((n, 1) for n in right)]
 
 
 def _wide(part: list[int | None] | None, length: int) -> list[int | None] | None:
@@ -210,7 +217,7 @@ def is_filled(value: ir.Value | None, fill: float) -> bool:
         value = node.inputs[0]
     if value is None:
         return False
-    tensor = value.const_value
+    tensor = fixed(value)
     node = producer(value, "Constant")
     if tensor is None and node is not None:
         attr = node.attributes.get("value")
@@ -218,6 +225,6 @@ def is_filled(value: ir.Value | None, fill: float) -> bool:
         if tensor is None:
             one = attribute(node, "value_float", attribute(node, "value_int", None))
             return one is not None and float(one) == fill
-    if tensor is None or tensor.size > 1024 or tensor.size == 0 or value.is_graph_input():
+    if tensor is None or tensor.size > 1024 or tensor.size == 0:
         return False
     return bool((tensor.numpy().astype("float64") == fill).all())

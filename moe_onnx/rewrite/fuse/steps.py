@@ -9,6 +9,7 @@ import onnx_ir as ir
 from moe_onnx.rewrite.fuse.graph import NotThis, attribute, ints, is_op, only_user, producer, rank, size
 from moe_onnx.rewrite.fuse.meaning import Meaning, Walk
 from moe_onnx.rewrite.fuse.reading import Reader
+from moe_onnx.rewrite.fuse.reading_axes import asked_dims
 from moe_onnx.rewrite.fuse.shapes import folded, is_filled
 
 
@@ -91,6 +92,8 @@ def updates_of(
     whole = attribute(node, "axis", 0) in (0, -2) and at.axes == ("N", "C") and len(at.coords) == 1
     if is_op(node, "ScatterElements") and not whole:
         raise NotThis(node, "puts rows along another axis than the first")
+    if is_op(node, "ScatterElements") and not whole_rows(node):
+        raise NotThis(node, "is not known to put all columns of its rows")
     by_row = at.coords in (("T",), ("P",), ("P", "C"), ("T", "C"))
     if not by_row or at.axes not in (("N", "C"), ("N", "1"), ("N", "2")):
         raise NotThis(node, f"puts rows by {' and '.join(at.coords)} of the pairs, not by their tokens")
@@ -106,6 +109,27 @@ def updates_of(
     if flat:
         raise NotThis(node, "puts elements that are no rows, one after the other")
     return updates, used
+
+
+def whole_rows(node: ir.Node) -> bool:
+    """Whether a ScatterElements puts all columns: its index has the shape of its updates."""
+    data, index, updates = node.inputs[:3]
+    put = {_columns(value) for value in (index, updates)} - {None}
+    return len(put) == 1 and put == {_columns(data)}
+
+
+def _columns(value: ir.Value | None) -> int | None:
+    """The columns of a matrix, also where inference does not say."""
+    for _ in range(1000):
+        found, node = size(value, 1), producer(value, "Expand", "ScatterElements", "ScatterND")
+        if found is not None or node is None or value is None:
+            return found
+        if node.op_type == "Expand":
+            asked = asked_dims(node.inputs[1], value)
+            last = asked[1] if len(asked) == 2 else None
+            return last if isinstance(last, int) and last > 1 else None
+        value = node.inputs[0]
+    return None
 
 
 def _keeps(reader: Reader, node: ir.Node, at: Meaning, flat: bool) -> bool:

@@ -32,6 +32,7 @@ from moe_onnx.rewrite.fuse.graph import (
 )
 from moe_onnx.rewrite.fuse.orders import Order, order_of, pairs_of
 from moe_onnx.rewrite.fuse.shapes import folded, is_filled, number, same_rows
+from moe_onnx.rewrite.fuse.steps import whole_rows
 from moe_onnx.rewrite.fuse.walk import finish
 from moe_onnx.rewrite.notes import MARK
 
@@ -87,6 +88,8 @@ def _vector(node: ir.Node) -> ir.Value | None:
         wide = producer(index, "Expand")
         shape = None if wide is None else folded(wide.inputs[1])
         if wide is None or shape is None or len(shape) != 2 or shape[0] not in (1, None):
+            return None
+        if not whole_rows(node):
             return None
         index = wide.inputs[0]
     lifted = producer(index, "Unsqueeze")

@@ -32,7 +32,8 @@ def _step(node: ir.Node, inner: View, value: ir.Value) -> View | None:
         perm = attribute(node, "perm", None) or range(len(axes))[::-1]
         return View(inner.base, tuple(axes[i] for i in perm))
     if node.op_type == "Flatten":
-        at = attribute(node, "axis", 1) % (len(axes) + 1)
+        at = attribute(node, "axis", 1)
+        at += len(axes) if at < 0 else 0
         return View(inner.base, (_merged(axes[:at]), _merged(axes[at:])))
     if node.op_type == "Reshape":
         return _reshaped(node, inner, value)
@@ -85,13 +86,20 @@ def _reshaped(node: ir.Node, inner: View, value: ir.Value) -> View | None:
 
 
 def scalar_of(value: ir.Value | None) -> ir.Value | None:
-    """The number that a value of one element is, behind nodes that only reshape or cast it."""
+    """The number that a value of one element is, behind nodes that reshape it, or keep it an integer."""
     for _ in range(_DEEP):
         node = producer(value, "Reshape", "Unsqueeze", "Squeeze", "Cast", "Identity")
-        if node is None:
+        if node is None or (node.op_type == "Cast" and not _keeps_number(node)):
             break
         value = node.inputs[0]
     return value
+
+
+def _keeps_number(cast: ir.Node) -> bool:
+    """Whether the numbers of experts stay what they are: no bool, no rounding, no narrow integers."""
+    given = None if cast.inputs[0] is None else cast.inputs[0].dtype
+    to = attribute(cast, "to", 0)
+    return to in (ir.DataType.INT32, ir.DataType.INT64) and given is not None and given.is_integer()
 
 
 def repeated_tokens(data: ir.Value | None, top_k: int) -> ir.Value | None:
