@@ -14,7 +14,7 @@ def by_ir(apply: Callable[[ir.Model, Notes], None]) -> Apply:
     """A pass's ``apply`` made of a function that changes an ``onnx_ir.Model`` in place.
 
     Tensors keep the bytes and entries that they had (checksums of external data among them), and the model
-    its ``training_info``. Notes know the place of every node by themselves.
+    its ``training_info`` and sparse initializers. Notes know the place of every node by themselves.
     """
 
     def applied(model: ModelProto, notes: Notes) -> ModelProto:
@@ -26,6 +26,7 @@ def by_ir(apply: Callable[[ir.Model, Notes], None]) -> Apply:
         made: ModelProto = ir.to_proto(inner)
         _keep_tensors(model.graph, made.graph)
         made.training_info.extend(model.training_info)
+        made.graph.sparse_initializer.extend(model.graph.sparse_initializer)
         return made
 
     return applied

@@ -6,7 +6,18 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, attribute, ints, is_op, producer, rank, reads, size
+from moe_onnx.rewrite.fuse.graph import (
+    Inserter,
+    NotThis,
+    attribute,
+    ints,
+    is_called,
+    is_op,
+    producer,
+    rank,
+    reads,
+    size,
+)
 from moe_onnx.rewrite.fuse.meaning import Expert
 from moe_onnx.rewrite.fuse.reading import Reader
 from moe_onnx.rewrite.fuse.reading_gates import expert_at
@@ -134,6 +145,8 @@ class Params:
                 if one.is_graph_input() and one.graph is self.body:
                     return True
             elif node.graph is self.body:
+                if _has_graphs(node):
+                    return True  # which may read anything
                 waiting += [v for v in node.inputs if v is not None]
         return False
 
@@ -150,12 +163,19 @@ class Params:
             made = self.e.op("Constant", value=value.const_value)
         elif node.graph is not self.body:
             return value
+        elif _has_graphs(node) or is_called(node):
+            raise NotThis(node, f"makes '{value.name}' in the Loop by what cannot be put before it")
         else:
             given = [None if one is None else self.outside(one) for one in node.inputs]
             made = self.e.like(node, given)[value.index() or 0]
         made.shape, made.type = value.shape, value.type
         self._outside[value] = made
         return made
+
+
+def _has_graphs(node: ir.Node) -> bool:
+    kinds = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    return any(attr.type in kinds for attr in node.attributes.values())
 
 
 def _small(value: ir.Value) -> tuple[object, ...] | None:
