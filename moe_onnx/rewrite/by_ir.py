@@ -7,6 +7,7 @@ from collections.abc import Callable
 import onnx_ir as ir
 from onnx import GraphProto, ModelProto, TensorProto
 
+from moe_onnx.rewrite.nodes import graphs, subgraphs
 from moe_onnx.rewrite.notes import MAIN, Apply, Notes
 
 
@@ -18,6 +19,11 @@ def by_ir(apply: Callable[[ir.Model, Notes], None]) -> Apply:
     """
 
     def applied(model: ModelProto, notes: Notes) -> ModelProto:
+        inside = (one for graph in _graphs(model) for one in graph.sparse_initializer)
+        lost = next(inside, None)
+        if lost is not None:
+            notes.skipped(lost.values.name, "sparse initializers of subgraphs would be lost")
+            return model
         inner = ir.from_proto(model)
         notes.places.update(_places(inner))
         apply(inner, notes)
@@ -30,6 +36,12 @@ def by_ir(apply: Callable[[ir.Model, Notes], None]) -> Apply:
         return made
 
     return applied
+
+
+def _graphs(model: ModelProto) -> list[GraphProto]:
+    """Those in attributes of nodes."""
+    homes = [model.graph, *(GraphProto(node=function.node) for function in model.functions)]
+    return [one for home in homes for inner in subgraphs(home) for one in graphs(inner)]
 
 
 def _keep_tensors(before: GraphProto, after: GraphProto) -> None:
