@@ -80,8 +80,11 @@ def test_gathered_weights_become_grouped_products_of_the_same_values(form: str) 
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_ids_that_a_token_may_have_twice_leave_the_sum_as_it_is() -> None:
-    change = ("ids_flat = Reshape (ids, last)", "many = Mod (ids, two)\n    ids_flat = Reshape (many, last)")
+def test_ids_that_a_token_may_have_twice_and_from_behind_leave_the_sum_as_it_is() -> None:
+    change = (
+        "ids_flat = Reshape (ids, last)",
+        "less = Mod (ids, two)\n    many = Sub (less, one)\n    ids_flat = Reshape (many, last)",
+    )
     before = model_of(changed(BATCHED, change, ("int64[1] k =", "int64 two = {2}, int64[1] k =")), weights())
     after = fused(before)
     assert ours(after) == ASCEND[:-1]
@@ -172,6 +175,11 @@ NEAR_MISSES: dict[str, tuple[list[tuple[str, str]], str, str]] = {
     "experts unknown": (
         [("(float[T, 4] x)", "(float[T, 4] x, float[N, 6, 4] up)"), (" float[6, 6, 4] up,", "")],
         "ups", "the number of experts, first axis of 'up', is not known",
+    ),
+    "one choice for all tokens": (
+        [("(float[T, 4] x)", "(float[T, 4] x, float[B, 4] p)"), ("(x, gate)", "(p, gate)"),
+         ("int64[1] k = {2}", "int64[1] k = {1}"), ("twice = {1, 2, 1}", "twice = {1, 1, 1}"),
+         ("{-1, 2, 4}", "{-1, 1, 4}")], "ups", "tokens 'x' are not known to be as many as those of 'ids'",
     ),
     "old operators": ([('"": 21', '"": 17'), ("Split <axis = 1, num_outputs = 2>", "Split <axis = 1>")],
                       "ups", "ai.onnx is of opset 17"),

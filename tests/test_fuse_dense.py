@@ -130,6 +130,23 @@ NEAR_MISSES: dict[str, tuple[str, list[tuple[str, str]], str, str]] = {
         "one_hot", [("(float[T, 4] x)", "(float[T, 4] x, int64[2] off_on)")], "weighted0",
         "weights 'dense' are not known",
     ),
+    "a bias of each token": (
+        "scatter", [("(float[T, 4] x)", "(float[T, 4] x, float[S, 4] more)"), ("int64[1] k = {2}",
+         "int64[1] k = {1}"), *[(f"down{e}, down_bias{e})", f"down{e}, more)") for e in range(E)]],
+        "done0", "reads 'more', which is not known to be the same for all rows",
+    ),
+    "a bias of each token before": (
+        "scatter", [("(float[T, 4] x)", "(float[T, 4] x, float[S, 4] more, float[4, 4] w)"),
+         ("int64[1] k = {2}", "int64[1] k = {1}"), *[(f"raised{e} = MatMul (x,",
+         f"other{e} = Gemm (x, w, more)\n    raised{e} = MatMul (other{e},") for e in range(E)]],
+        "other0", "reads 'more', which is not known to be the same for all rows",
+    ),
+    "a vector for a matrix": (
+        "scatter", [("(float[T, 4] x)", "(float[T, 4] x, float[3] vector)"), ("float[T, 4]", "float[3, 4]"),
+         *[(f"hidden{e} = Mul (silu{e},", f"dot{e} = MatMul (silu{e}, vector)\n    hidden{e} = Mul (dot{e},")
+           for e in range(E)]],
+        "dot0", "'vector' is not known to be a matrix",
+    ),
     "across tokens": (
         "scatter", [("Sigmoid (left", "Softmax <axis = 0> (left")], "sigmoid0",
         "works on another axis than the last",
@@ -146,6 +163,39 @@ def test_what_is_almost_such_a_sum_says_why_it_is_none(name: str) -> None:
     notes = {note.node: note.text for note in done.report.skipped}
     assert node in notes, notes
     assert notes[node].startswith(why), notes[node]
+
+
+# Of which form, what is changed.
+NONE: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
+    "diagonals": (
+        "scatter", "", "einsum",
+        [('"tef,ehf->teh"> (hidden', '"tef,eff->tef"> (hidden'), ("(float[T, 4] y)", "(float[T, 3] y)")],
+    ),
+    "no sum": (
+        "scatter", "", "einsum", [('"teh,te->th"', '"tee,te->te"'), ("(float[T, 4] y)", "(float[T, 6] y)")],
+    ),
+    "no output": (
+        "scatter", "einsum", "", [('"eth,te->th"', '"eth,te"'), ("(float[T, 4] y)", "(float[4] y)")],
+    ),
+    "weights of one token": (
+        "one_hot", "", "matmul",
+        [("(float[T, 4] x)", "(float[T, 4] x, float[S, 2] w)"), ("Unsqueeze (weights, last)",
+         "Unsqueeze (w, last)")],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_what_is_no_such_sum_is_left(name: str) -> None:
+    gate, total, batched, changes = NONE[name]
+    given = weights() if batched else weights_of("separate", weights())
+    if name == "diagonals":
+        given["down"] = np.zeros((E, F, F), np.float32)
+    if name == "no sum":
+        given["down"] = np.zeros((E, E, F), np.float32)
+    more = {"up_bias": np.zeros((E, 1, 2 * F), np.float32)} if batched == "matmul" else {}
+    model = model_of(changed(dense(gate, total, batched=batched), *changes), given | LOW | more)
+    assert apply_passes(model, ["fuse"]).model is model
 
 
 BATCHED_MISSES: dict[str, tuple[list[tuple[str, str]], str, str]] = {

@@ -167,6 +167,13 @@ NEAR_MISSES: dict[str, tuple[str, list[tuple[str, str]], str, str]] = {
                    "    first_two = Cast <to = 7> (some)\n    up_e = Gather <axis = 0> (up, first_two)")],
         "raised", "'up_e' depends on the turn, and is not the part of a stack",
     ),
+    "weights by a branch": (
+        "dense", [("(float[T, 4] x)", "(float[T, 4] x, float[4, 4] w)"), ("raised = MatMul (x, up_t)",
+         "one_of = If (true) <then_branch = a () => (float[4, 4] p) { p = Abs (w) }, "
+         "else_branch = b () => (float[4, 4] q) { q = Neg (w) }>\n"
+         "    other = MatMul (x, one_of)\n    raised = MatMul (other, up_t)")],
+        "other", "'one_of' depends on the turn, and is not the part of a stack",
+    ),
     "no weights": ("turns", [("weighted = Mul (done, w_2d)", "weighted = Neg (done)")], "weighted",
     "rows are summed without"),
     "replaces the sum": ("turns", [('<reduction = "add"> (before', "(before")], "after",

@@ -92,6 +92,13 @@ def test_sums_become_one_node(form: str, tokens: int) -> None:
         np.testing.assert_allclose(run(model, keys, rows, w)[0], want, rtol=1e-5, atol=1e-5)
 
 
+def test_weights_of_one_token_for_all() -> None:
+    before = onnx.parser.parse_model(text_of(SORT + FORMS["gather, weights"][0]))
+    rows = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+    given = (np.array([2, 0, 1, 1, 0, 2, 0, 1]), rows, np.array([[0.3, 0.7]], np.float32))
+    np.testing.assert_allclose(run(fused(before), *given)[0], run(before, *given)[0], rtol=1e-5, atol=1e-6)
+
+
 @LONG
 def test_rows_added_to_tokens() -> None:
     before = onnx.parser.parse_model(text_of(ADDED.format(sort=SORT), "int64[T, 2] ids, float[T, 4] x"))

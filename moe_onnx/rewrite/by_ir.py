@@ -7,6 +7,7 @@ from collections.abc import Callable
 import onnx_ir as ir
 from onnx import GraphProto, ModelProto, TensorProto
 
+from moe_onnx.rewrite.nodes import graphs, subgraphs
 from moe_onnx.rewrite.notes import MAIN, Apply, Notes
 
 
@@ -14,10 +15,15 @@ def by_ir(apply: Callable[[ir.Model, Notes], None]) -> Apply:
     """A pass's ``apply`` made of a function that changes an ``onnx_ir.Model`` in place.
 
     Tensors keep the bytes and entries that they had (checksums of external data among them), and the model
-    its ``training_info``. Notes know the place of every node by themselves.
+    its ``training_info`` and sparse initializers. Notes know the place of every node by themselves.
     """
 
     def applied(model: ModelProto, notes: Notes) -> ModelProto:
+        inside = (one for graph in _graphs(model) for one in graph.sparse_initializer)
+        lost = next(inside, None)
+        if lost is not None:
+            notes.skipped(lost.values.name, "sparse initializers of subgraphs would be lost")
+            return model
         inner = ir.from_proto(model)
         notes.places.update(_places(inner))
         apply(inner, notes)
@@ -26,9 +32,16 @@ def by_ir(apply: Callable[[ir.Model, Notes], None]) -> Apply:
         made: ModelProto = ir.to_proto(inner)
         _keep_tensors(model.graph, made.graph)
         made.training_info.extend(model.training_info)
+        made.graph.sparse_initializer.extend(model.graph.sparse_initializer)
         return made
 
     return applied
+
+
+def _graphs(model: ModelProto) -> list[GraphProto]:
+    """Those in attributes of nodes."""
+    homes = [model.graph, *(GraphProto(node=function.node) for function in model.functions)]
+    return [one for home in homes for inner in subgraphs(home) for one in graphs(inner)]
 
 
 def _keep_tensors(before: GraphProto, after: GraphProto) -> None:

@@ -23,10 +23,12 @@ from moe_onnx.rewrite.fuse.graph import (
     producer,
     put,
     rank,
+    reads,
     size,
 )
 from moe_onnx.rewrite.fuse.pairs import Pairs, combine, dispatch, expert_of_row
 from moe_onnx.rewrite.fuse.products import plain, product_of, repeated
+from moe_onnx.rewrite.fuse.shapes import same_rows
 from moe_onnx.rewrite.fuse.walk import walk
 
 
@@ -65,6 +67,7 @@ def match(flat_ids: ir.Value, nodes: list[ir.Node]) -> Block:
         else:
             block.biases.append(node)
     _find_tokens(block)
+    _check_as_many(block, first)
     walk(block)
     return block
 
@@ -75,7 +78,8 @@ def rewrite(graph: ir.Graph, block: Block, names: set[str]) -> str:
     assert total is not None and block.tokens is not None and block.repeated is not None
     assert block.weighted is not None and block.weights is not None
     e = Inserter(f"{total.name or total.outputs[0].name}/fused", names)
-    pairs = Pairs(block.ids, block.weights, block.top_k, block.experts, block.tokens)
+    ids = block.ids if block.distinct else _not_negative(e, block)
+    pairs = Pairs(ids, block.weights, block.top_k, block.experts, block.tokens)
     rows, index, counts, chosen = dispatch(e, pairs, sort=block.distinct)
     instead: list[tuple[ir.Value, ir.Value]] = [(block.repeated, rows)]
     gone: list[ir.Node] = []
@@ -116,15 +120,27 @@ def rewrite(graph: ir.Graph, block: Block, names: set[str]) -> str:
     return f"{done}are MoeGroupedMatmul after MoeInitRoutingV2; ids are of no TopK, so that the sum stayed"
 
 
+def _not_negative(e: Inserter, block: Block) -> ir.Value:
+    """Ids that count as a Gather does: those below 0 from behind."""
+    ids = block.ids
+    assert ids.dtype is not None
+    dtype = ids.dtype.numpy()
+    below = e.op("Less", ids, e.constant(0, dtype))
+    from_behind = e.op("Add", ids, e.constant(block.experts, dtype))
+    made = e.op("Where", below, from_behind, ids, name="ids")
+    made.shape, made.type = ids.shape, ids.type
+    return made
+
+
 def _flat_ids(node: ir.Node) -> ir.Value | None:
     """What a node looks up along the first axis by, ``[T*K]``."""
     if is_op(node, "Gather") and attribute(node, "axis", 0) == 0:
-        return _flat(node.inputs[1])
+        return _flat(reads(node, 1))
     if is_op(node, "GatherND") and attribute(node, "batch_dims", 0) == 0:
         wide = producer(node.inputs[1], "Unsqueeze", "Reshape")
         if wide is None:
             return None
-        numbers = ints(wide.inputs[1]) or []
+        numbers = ints(reads(wide, 1)) or []
         if wide.op_type == "Unsqueeze" and len(numbers) == 1 and is_axis(numbers[0], 1, 2):
             return _flat(wide.inputs[0])
         if wide.op_type == "Reshape" and len(numbers) == 2 and numbers[1] == 1:
@@ -159,14 +175,30 @@ def _chosen(flat: ir.Value, at: ir.Node) -> tuple[ir.Value, int, bool]:
         top_k = size(ids, 1) if rank(ids) == 2 else None
         if ids is None or not top_k:
             raise NotThis(at, f"ids '{flat.name}' are of no TopK, and are not known to be [T, K] made flat")
+        if ids.dtype not in (ir.DataType.INT32, ir.DataType.INT64):
+            raise NotThis(at, f"ids '{ids.name}' are not known to be integers")
         return ids, top_k, False
-    found, axes = ints(top.inputs[1]), rank(top.inputs[0])
+    found, axes = ints(reads(top, 1)), rank(top.inputs[0])
     if not found or len(found) != 1:
         raise NotThis(top, "K is not a constant")
     axis = attribute(top, "axis", -1)
     if axis != -1 and (axes is None or axis != axes - 1):
         raise NotThis(top, "does not choose along the last axis")
     return (value if rank(value) == 2 else flat), found[0], True
+
+
+def _check_as_many(block: Block, at: ir.Node) -> None:
+    """Tokens are as many as choices, where the products could broadcast one: it is of one pair then.
+
+    Raises:
+        NotThis: If that is not known.
+    """
+    alike = same_rows(block.tokens, block.ids) or same_rows(block.repeated, block.flat_ids)
+    if block.top_k == 1 and not alike:
+        assert block.tokens is not None
+        raise NotThis(
+            at, f"tokens '{block.tokens.name}' are not known to be as many as those of '{block.ids.name}'"
+        )
 
 
 def _find_tokens(block: Block) -> None:

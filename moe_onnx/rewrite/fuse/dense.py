@@ -24,6 +24,7 @@ from moe_onnx.rewrite.fuse.graph import (
     put,
     rank,
     reads,
+    terms,
 )
 from moe_onnx.rewrite.fuse.layer import Layer, Weighted, build, check_experts, check_tokens, told
 from moe_onnx.rewrite.fuse.meaning import Expert, Meaning
@@ -76,7 +77,7 @@ def _column(reader: Reader, node: ir.Node) -> ir.Value | None:
             continue
         matrix = lifted.inputs[0]
         cut = producer(matrix, "Gather")
-        if cut is not None and attribute(cut, "axis", 0) in (1, -1) and ints(cut.inputs[1]) is not None:
+        if cut is not None and attribute(cut, "axis", 0) in (1, -1) and ints(reads(cut, 1)) is not None:
             matrix = cut.inputs[0]
         elif producer(node.inputs[1 - i], "Concat") is None or rank(node.outputs[0]) != 3:
             continue
@@ -200,8 +201,9 @@ def _of_stack(reader: Reader, node: ir.Node) -> Sum | None:
                 return Sum(node.outputs[0], node, gate, stack=stack, axis=axis, inner={product})
         return None
     if is_op(node, "Einsum") and len(node.inputs) == 2:
-        given, _, out = attribute(node, "equation", "").replace(" ", "").partition("->")
-        letters = given.split(",")
+        if (found := terms(node)) is None:
+            return None
+        letters, out = found
         for i in (0, 1):
             gate, stack = reader.meaning(node.inputs[1 - i], "gate"), node.inputs[i]
             if gate is None or sorted(gate.axes) != ["E", "T"] or rank(stack) != 3 or gate.expert is not None:

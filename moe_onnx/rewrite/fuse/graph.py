@@ -24,8 +24,18 @@ class NotThis(Exception):
 
 
 def is_op(node: ir.Node | None, *kinds: str) -> bool:
-    """Whether a node is one of ONNX's own operators of these names."""
-    return node is not None and node.domain in ("", "ai.onnx") and node.op_type in kinds
+    """Whether a node is one of ONNX's own operators of these names, and all its attributes are known.
+
+    What a caller of a function will give may be anything.
+    """
+    return (
+        node is not None and node.op_type in kinds and node.domain in ("", "ai.onnx") and not is_called(node)
+    )
+
+
+def is_called(node: ir.Node) -> bool:
+    """Whether an attribute of a node is given by the callers of a function."""
+    return any(attr.is_ref() for attr in node.attributes.values())
 
 
 def producer(value: ir.Value | None, *kinds: str) -> ir.Node | None:
@@ -69,6 +79,14 @@ def ints(value: ir.Value | None) -> list[int] | None:
         return None
     array = tensor.numpy()
     return [int(n) for n in array.reshape(-1)] if array.dtype.kind in "iu" else None
+
+
+def terms(node: ir.Node) -> tuple[list[str], str] | None:
+    """The letters of each input of an Einsum and of its output; None where one stands twice in a term."""
+    given, arrow, out = attribute(node, "equation", "").replace(" ", "").partition("->")
+    letters = given.split(",")
+    plain = all(part.isalpha() and len(set(part)) == len(part) for part in (*letters, out))
+    return (letters, out) if arrow and plain and len(letters) == len(node.inputs) else None
 
 
 def rank(value: ir.Value | None) -> int | None:

@@ -14,7 +14,7 @@ def grid(value: ir.Value | None, choice: Choice) -> str | None:
     node = producer(value, "Expand")
     if node is None or choice.experts is None:
         return None
-    base, shape = node.inputs[0], folded(node.inputs[1])
+    base, shape = node.inputs[0], folded(reads(node, 1))
     sizes = dims(base)
     if sizes == [choice.experts, 1] and ints(base) == list(range(choice.experts)):
         rows = shape is not None and len(shape) == 2 and shape[0] in (1, choice.experts)
@@ -28,20 +28,32 @@ def grid(value: ir.Value | None, choice: Choice) -> str | None:
     return "T" if asks_rows(counted.inputs[1], choice.ids) else None
 
 
-def asks_rows(shape: ir.Value | None, ids: ir.Value, depth: int = 0) -> bool:
+def asks_rows(shape: ir.Value | None, ids: ir.Value) -> bool:
     """Whether all sizes in a shape that are not known are the number of tokens."""
+    return _asks(shape, ids, {}, 0)
+
+
+def _asks(shape: ir.Value | None, ids: ir.Value, seen: dict[ir.Value, bool], depth: int) -> bool:
+    if shape is None:
+        return False
+    if shape not in seen:
+        seen[shape] = _ask(shape, ids, seen, depth)
+    return seen[shape]
+
+
+def _ask(shape: ir.Value, ids: ir.Value, seen: dict[ir.Value, bool], depth: int) -> bool:
     known = folded(shape)
     if known is not None and None not in known:
         return True
-    node = None if shape is None else shape.producer()
+    node = shape.producer()
     if node is None or depth > 20:
         return False
     if is_op(node, "Gather"):
         whole = producer(node.inputs[0], "Shape")
-        return whole is not None and ints(node.inputs[1]) == [0] and same_rows(whole.inputs[0], ids)
+        return whole is not None and ints(reads(node, 1)) == [0] and same_rows(whole.inputs[0], ids)
     if is_op(node, "Shape"):
         return rank(node.inputs[0]) == 1 and same_rows(node.inputs[0], ids)
     given = node.inputs[1:] if is_op(node, "Where") else node.inputs
     if not is_op(node, "Where", "Concat", "Reshape", "Unsqueeze", "Squeeze", "Cast", "Identity"):
         return False
-    return all(asks_rows(value, ids, depth + 1) for value in given if value is not None)
+    return all(_asks(value, ids, seen, depth + 1) for value in given if value is not None)

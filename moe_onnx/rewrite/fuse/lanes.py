@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, attribute, is_op, rank, reads
 from moe_onnx.rewrite.fuse.params import Params
-from moe_onnx.rewrite.fuse.rows import check_row_by_row
+from moe_onnx.rewrite.fuse.rows import check_row_by_row, same_for_all_rows
 from moe_onnx.rewrite.fuse.shapes import folded
 
 _DEEP = 150
@@ -125,11 +125,11 @@ class Lanes:
         turned = bool(is_gemm and attribute(first, "transB", 0))
         shared = self.params.shared(weights)
         if shared is not None:
-            inputs = [
-                rows,
-                shared,
-                *(self._shared(_column(nodes, 2), first) for _ in [0] if reads(first, 2) is not None),
-            ]
+            if rank(weights[0]) != 2:  # a vector would make one number of each row: a vector of all rows
+                raise NotThis(first, f"'{weights[0].name}' is not known to be a matrix")
+            inputs = [rows, shared]
+            if reads(first, 2) is not None:
+                inputs.append(self._same(self._shared(_column(nodes, 2), first), first))
             return self.e.like(first, inputs)[0]
         weight, transposed = self.params.matrices(weights, turned, first)
         self.products += 1
@@ -151,7 +151,7 @@ class Lanes:
         """What an elementwise node reads beside rows: the same for all, or a vector of each expert."""
         shared = self.params.shared(values)
         if shared is not None:
-            return shared
+            return self._same(shared, at)
         axes = {rank(value) for value in values}
         if len(axes) != 1 or not axes <= {0, 1}:
             raise NotThis(at, f"reads '{values[0].name}', which is no vector or number of each expert")
@@ -159,6 +159,11 @@ class Lanes:
         if axes == {0}:
             stacked = self.e.op("Unsqueeze", stacked, self.e.constant([1]))
         return self.e.op("Gather", stacked, self.new.expert_of_row(), name="bias", axis=0)
+
+    def _same(self, value: ir.Value, at: ir.Node) -> ir.Value:
+        if not same_for_all_rows(value):
+            raise NotThis(at, f"reads '{value.name}', which is not known to be the same for all rows")
+        return value
 
     def _shared(self, values: Values, at: ir.Node) -> ir.Value:
         shared = self.params.shared(values)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import Inserter, attribute, is_op, producer, rank, size
+from moe_onnx.rewrite.fuse.graph import Inserter, attribute, is_called, is_op, producer, rank, reads, size
 from moe_onnx.rewrite.fuse.shapes import dims, number
 from moe_onnx.spec import DOMAIN
 
@@ -45,9 +45,9 @@ def order_of(value: ir.Value | None) -> Order | None:
         return None
     if node.domain == DOMAIN and node.op_type == "MoeInitRoutingV2" and found is node.outputs[1]:
         plain = not attribute(node, "drop_pad_mode", 0) and not attribute(node, "active_num", 0)
-        return Order(value, node.outputs[0]) if plain else None
+        return Order(value, node.outputs[0]) if plain and not is_called(node) else None
     if is_op(node, "TopK") and found is node.outputs[1] and rank(node.inputs[0]) == 1:
-        whole, many = node.inputs[0], node.inputs[1]
+        whole, many = node.inputs[0], reads(node, 1)
         assert whole is not None
         shape = producer(many, "Shape", "Reshape")
         while shape is not None and shape.op_type == "Reshape":

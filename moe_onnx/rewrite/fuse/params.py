@@ -12,6 +12,7 @@ from moe_onnx.rewrite.fuse.graph import (
     attribute,
     fixed,
     ints,
+    is_called,
     is_op,
     producer,
     rank,
@@ -145,6 +146,8 @@ class Params:
                 if one.is_graph_input() and one.graph is self.body:
                     return True
             elif node.graph is self.body:
+                if _has_graphs(node):
+                    return True  # which may read anything
                 waiting += [v for v in node.inputs if v is not None]
         return False
 
@@ -161,12 +164,19 @@ class Params:
             made = self.e.op("Constant", value=value.const_value)
         elif node.graph is not self.body:
             return value
+        elif _has_graphs(node) or is_called(node):
+            raise NotThis(node, f"makes '{value.name}' in the Loop by what cannot be put before it")
         else:
             given = [None if one is None else self.outside(one) for one in node.inputs]
             made = self.e.like(node, given)[value.index() or 0]
         made.shape, made.type = value.shape, value.type
         self._outside[value] = made
         return made
+
+
+def _has_graphs(node: ir.Node) -> bool:
+    kinds = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    return any(attr.type in kinds for attr in node.attributes.values())
 
 
 def _small(value: ir.Value) -> tuple[object, ...] | None:

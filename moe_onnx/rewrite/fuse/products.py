@@ -28,7 +28,7 @@ def on_axis(node: ir.Node, axis: int) -> bool:
 def _squeezes(node: ir.Node, axis: int, width: int | None) -> bool:
     if is_op(node, "Squeeze"):
         return on_axis(node, axis)
-    shape = ints(node.inputs[1]) if is_op(node, "Reshape") else None
+    shape = ints(reads(node, 1)) if is_op(node, "Reshape") else None
     return shape is not None and len(shape) == 2 and shape[1] == width
 
 
@@ -61,7 +61,7 @@ def product_of(gather: ir.Node) -> Product:
     if user is None or not is_op(user, "MatMul"):
         raise NotThis(gather, "the weights of each pair are read by something else than one MatMul")
     left = user.inputs[0] is matrices
-    if left and user.inputs[1] is matrices:
+    if left and reads(user, 1) is matrices:
         raise NotThis(user, "multiplies the weights of each pair with themselves")
     single = 2 if left else 1  # the axis of size 1
     lifted = producer(user.inputs[1 if left else 0], "Unsqueeze")
@@ -87,9 +87,9 @@ def repeated(rows: ir.Value, top_k: int, at: ir.Node) -> ir.Value:
         raise NotThis(rows.producer() or at, f"'{rows.name}' is not every token {top_k} times in a row")
     wide = producer(flat.inputs[0], "Expand", "Tile")
     lifted = producer(None if wide is None else wide.inputs[0], "Unsqueeze")
-    if wide is None or lifted is None or ints(lifted.inputs[1]) not in ([1], [-2]):
+    if wide is None or lifted is None or ints(reads(lifted, 1)) not in ([1], [-2]):
         raise NotThis(flat, f"'{rows.name}' is not every token {top_k} times in a row")
-    tokens, times, to = lifted.inputs[0], ints(wide.inputs[1]), ints(flat.inputs[1])
+    tokens, times, to = lifted.inputs[0], ints(reads(wide, 1)), ints(reads(flat, 1))
     assert tokens is not None
     if rank(tokens) != 2:
         raise NotThis(lifted, f"'{tokens.name}' is not known to be a matrix of tokens")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from moe_onnx.rewrite.fuse import reading_axes, reading_gates, reading_pairs
-from moe_onnx.rewrite.fuse.graph import attribute, ints, is_op, producer, rank, size
+from moe_onnx.rewrite.fuse.graph import attribute, ints, is_called, is_op, producer, rank, reads, size
 from moe_onnx.rewrite.fuse.meaning import Choice, Lost, Meaning, Walk
 
 Seen = Meaning | Lost | None
@@ -66,7 +66,8 @@ class Reader:
             return replace(lost, found=True) if is_op(node, "NonZero") else lost
         if first is None:
             return None
-        found = _RULES[node.op_type](self, node, value) if node.op_type in _RULES else None
+        rule = None if is_called(node) else _RULES.get(node.op_type)
+        found = None if rule is None else rule(self, node, value)
         if found is not None or first.what in ("pick", "gate") or _is_other(self, node):
             return found  # weights and rows are computed with: a matter of the experts
         why = f"{node.op_type} of {_NAMES[first.what]} {first.choice} is no step that is known"
@@ -98,7 +99,7 @@ def _choice(node: ir.Node, value: ir.Value) -> Choice | None:
         if axes != 2:
             return None
         return Choice(value, 1, size(scores, -1))
-    found = ints(node.inputs[1])
+    found = ints(reads(node, 1))
     if value is not node.outputs[1] or not found or len(found) != 1 or axes != 2:
         return None
     return Choice(value, found[0], size(scores, -1))
@@ -114,7 +115,7 @@ def _flattened(node: ir.Node, value: ir.Value) -> Meaning | None:
     top = producer(inner, "TopK")
     if top is None or inner is not top.outputs[1] or (rank(inner) or 0) < 3:
         return None
-    found, shape = ints(top.inputs[1]), ints(node.inputs[1])
+    found, shape = ints(reads(top, 1)), ints(reads(node, 1))
     if not found or len(found) != 1 or attribute(top, "axis", -1) not in (-1, (rank(inner) or 0) - 1):
         return None
     if (shape is None or shape[-1] != found[0]) and size(value, 1) != found[0]:

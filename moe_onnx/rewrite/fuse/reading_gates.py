@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import attribute, fixed, ints, is_op, producer, rank, reads, size
+from moe_onnx.rewrite.fuse.graph import attribute, fixed, ints, is_op, producer, rank, reads, size, terms
 from moe_onnx.rewrite.fuse.meaning import Expert, Meaning, Source
 from moe_onnx.rewrite.fuse.reading_axes import FLOATS, dense
 from moe_onnx.rewrite.fuse.shapes import dims, folded, is_filled, number
@@ -230,16 +230,16 @@ def _product(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     hot = reader.meaning(node.inputs[1], "hot")
     other = node.inputs[0]
     if is_op(node, "Einsum"):
-        equation = attribute(node, "equation", "").replace(" ", "")
+        letters, out = terms(node) or ([], "")
+        if len(letters) != 2:
+            return None
         if hot is None:
             hot, other = reader.meaning(node.inputs[0], "hot"), node.inputs[1]
-            left, _, out = equation.partition("->")
-            first, _, second = left.partition(",")
-            equation = f"{second},{first}->{out}"
-        if hot is None or hot.axes != ("T", "K", "E") or rank(other) != 2 or len(equation) != 10:
+            letters.reverse()
+        if hot is None or hot.axes != ("T", "K", "E") or rank(other) != 2 or len(letters[1]) != 3:
             return None
-        t, k, e = equation[3:6]
-        if equation != f"{t}{k},{t}{k}{e}->{t}{e}" or other is None:
+        t, k, e = list(letters[1])
+        if letters[0] != f"{t}{k}" or out != f"{t}{e}" or other is None:
             return None
         return replace(hot, what="gate", axes=("T", "E"), source=Source("dense", value))
     if hot is None or hot.axes != ("T", "K", "E") or other is None:

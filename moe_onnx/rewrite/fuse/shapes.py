@@ -19,6 +19,7 @@ _KEEP_ROWS = (
     "RMSNormalization", "Relu", "Tanh", "Neg", "ArgMax",
 )  # fmt: skip
 _DEEP = 60
+_LONG = 1024  # elements
 
 
 def dims(value: ir.Value | None) -> list[int | str | None] | None:
@@ -32,12 +33,32 @@ def dims(value: ir.Value | None) -> list[int | str | None] | None:
     return [d if isinstance(d, int) else d.value for d in shape]
 
 
-def folded(value: ir.Value | None, depth: int = 0) -> list[int | None] | None:
+def folded(value: ir.Value | None) -> list[int | None] | None:
     """The integers of a vector or number made of constants and shapes; None: not known."""
+    return _folded(value, {}, 0)
+
+
+Known = dict[ir.Value, list[int | None] | None]
+
+
+def _folded(value: ir.Value | None, known: Known, depth: int) -> list[int | None] | None:
+    """Each value once: what is read twice at every step would be read without end."""
+    if value is None:
+        return None
+    if value not in known:
+        found = _fold(value, known, depth)
+        if found is not None and len(found) > _LONG:
+            found = None
+        # What does not fit into int64 is something else as it runs.
+        known[value] = found and [None if n is None or abs(n) >= 2**63 else n for n in found]
+    return known[value]
+
+
+def _fold(value: ir.Value, known: Known, depth: int) -> list[int | None] | None:
     found = ints(value)
     if found is not None:
         return list(found)
-    node = None if value is None else value.producer()
+    node = value.producer()
     if node is None or depth > _DEEP or not is_op(
         node, "Shape", "Gather", "Slice", "Concat", "Unsqueeze", "Squeeze", "Reshape", "Cast", "Identity",
         "Equal", "Where", "ConstantOfShape", *_MATH,
@@ -50,14 +71,14 @@ def folded(value: ir.Value | None, depth: int = 0) -> list[int | None] | None:
         start, end = attribute(node, "start", 0), attribute(node, "end", None)
         return [d if isinstance(d, int) else None for d in sizes][start:end]
     if node.op_type == "Concat":
-        parts = [folded(one, depth + 1) for one in node.inputs]
+        parts = [_folded(one, known, depth + 1) for one in node.inputs]
         return None if any(part is None for part in parts) else [n for part in parts for n in part or ()]
     if node.op_type == "ConstantOfShape":
-        many, fill = folded(node.inputs[0], depth + 1), attribute(node, "value", None)
+        many, fill = _folded(node.inputs[0], known, depth + 1), attribute(node, "value", None)
         if many is None or len(many) != 1 or many[0] is None or many[0] > 16 or fill is None:
             return None
         return [int(fill.numpy().reshape(-1)[0])] * many[0]
-    given = [folded(one, depth + 1) for one in node.inputs]
+    given = [_folded(one, known, depth + 1) for one in node.inputs]
     first = given[0]
     if first is None:
         return None
@@ -71,7 +92,7 @@ def folded(value: ir.Value | None, depth: int = 0) -> list[int | None] | None:
             return None
         return [first[i] for i in at if i is not None]
     if node.op_type == "Slice":
-        start, end = given[1], given[2]
+        start, end = given[1:3] if len(given) > 2 else (None, None)
         if len(node.inputs) > 4 or start is None or end is None or None in (*start, *end):
             return None
         return first[start[0] : end[0]]
@@ -114,7 +135,7 @@ def number(value: ir.Value | None) -> int | None:
 
 def wanted_shape(node: ir.Node) -> list[int | None] | None:
     """What shape a Reshape or Expand makes, as far as is known."""
-    asked, made = folded(node.inputs[1]), dims(node.outputs[0])
+    asked, made = folded(reads(node, 1)), dims(node.outputs[0])
     if asked is None:
         return None if made is None else [d if isinstance(d, int) else None for d in made]
     if made is None or len(made) != len(asked) or node.op_type != "Reshape":
@@ -129,7 +150,7 @@ def plain_rows(value: ir.Value | None) -> ir.Value | None:
         if node is None:
             return value
         if node.op_type == "Reshape":
-            shape, inner = folded(node.inputs[1]), node.inputs[0]
+            shape, inner = folded(reads(node, 1)), node.inputs[0]
             width = size(inner, -1)
             if shape is None or len(shape) != 2 or width is None or shape[1] != width:
                 return value
@@ -158,7 +179,7 @@ def _sources(value: ir.Value | None) -> set[tuple[object, ...]]:
         found.add((value,))
         node = value.producer()
         if node is not None and is_op(node, "Reshape"):
-            shape, width = folded(node.inputs[1]), size(node.inputs[0], -1)
+            shape, width = folded(reads(node, 1)), size(node.inputs[0], -1)
             if shape is not None and len(shape) == 2 and width is not None and shape[1] == width:
                 inner: ir.Value | None = node.inputs[0]
                 found.add((inner, "flat"))
@@ -193,9 +214,9 @@ def _shaped_like(shape: ir.Value | None) -> ir.Value | None:
     while node is not None and node.op_type == "Concat":
         node = producer(node.inputs[0], "Shape", "Unsqueeze", "Gather", "Slice", "Reshape")
         while node is not None and node.op_type != "Shape":
-            if node.op_type == "Gather" and ints(node.inputs[1]) != [0]:
+            if node.op_type == "Gather" and ints(reads(node, 1)) != [0]:
                 return None
-            if node.op_type == "Slice" and ints(node.inputs[1]) != [0]:
+            if node.op_type == "Slice" and ints(reads(node, 1)) != [0]:
                 return None
             node = producer(node.inputs[0], "Shape", "Unsqueeze", "Gather", "Slice", "Reshape")
     if node is None or attribute(node, "start", 0) != 0:

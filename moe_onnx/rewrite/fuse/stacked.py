@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, attribute, ints, is_op, producer, rank, reads, size
+from moe_onnx.rewrite.fuse.graph import (
+    Inserter,
+    NotThis,
+    attribute,
+    ints,
+    is_op,
+    producer,
+    rank,
+    reads,
+    size,
+    terms,
+)
 from moe_onnx.rewrite.fuse.lanes import Rows
 from moe_onnx.rewrite.fuse.layer import check_tokens, dispatched, weighted_sum
 from moe_onnx.rewrite.fuse.meaning import Meaning
@@ -114,7 +125,7 @@ def spread(value: ir.Value | None, axis: int, count: int) -> ir.Value | None:
     """``x`` of ``x[None]`` or ``x[:, None]``, as it is or for each of ``count`` experts."""
     node = producer(value, "Expand", "Tile")
     if node is not None:
-        times, repeats = folded(node.inputs[1]), [1, 1, 1]
+        times, repeats = folded(reads(node, 1)), [1, 1, 1]
         repeats[axis] = count
         width = size(node.inputs[0], 2)
         if times is None or len(times) != 3 or times[axis] != count or times[1 - axis] not in (1, None):
@@ -147,9 +158,8 @@ def operands(node: ir.Node, axis: int) -> tuple[ir.Value, ir.Value, bool]:
             )
         weight, turned = plain(right)
         return left, weight, turned
-    given, _, out = attribute(node, "equation", "").replace(" ", "").partition("->")
-    letters = given.split(",")
-    if len(node.inputs) == 2 and len(out) == 3 and len(set(out)) == 3:
+    letters, out = terms(node) or ([], "")
+    if len(node.inputs) == 2 and len(out) == 3:
         e, t, f = out[axis], out[1 - axis], out[2]
         for i in (0, 1):
             rows, weights = letters[i], letters[1 - i]
@@ -159,7 +169,7 @@ def operands(node: ir.Node, axis: int) -> tuple[ir.Value, ir.Value, bool]:
             if weights in (f"{e}{inner[0]}{f}", f"{e}{f}{inner[0]}"):
                 found, turned = plain(right if i == 0 else left)
                 return (left, right)[i], found, turned != (weights[1] == f)
-    raise NotThis(node, f"'{given}->{out}' is no product of each expert's rows")
+    raise NotThis(node, f"'{attribute(node, 'equation', '')}' is no product of each expert's rows")
 
 
 def _placed(e: str, t: str, inner: str, axis: int) -> str:
@@ -181,6 +191,8 @@ def build_stacked(
     check_tokens(tokens, choice, at)
     assert gate.source is not None
     pairs, index, new = dispatched(e, reader, choice, count, tokens, gate.source)
+    if not same_rows(pairs.weights, choice.ids):
+        raise NotThis(at, f"weights '{pairs.weights.name}' are not known to be as many as {choice}")
     made = Stacked(e, tokens, axis, count, new)
     last = made.merged(stack, at)
     if not made.products:

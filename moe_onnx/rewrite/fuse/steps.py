@@ -6,7 +6,17 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import NotThis, attribute, ints, is_op, only_user, producer, rank, size
+from moe_onnx.rewrite.fuse.graph import (
+    NotThis,
+    attribute,
+    ints,
+    is_op,
+    only_user,
+    producer,
+    rank,
+    reads,
+    size,
+)
 from moe_onnx.rewrite.fuse.meaning import Meaning, Walk
 from moe_onnx.rewrite.fuse.reading import Reader
 from moe_onnx.rewrite.fuse.reading_axes import asked_dims
@@ -140,10 +150,10 @@ def _keeps(reader: Reader, node: ir.Node, at: Meaning, flat: bool) -> bool:
     given = node.inputs[0]
     if node.op_type == "Slice":
         return (
-            set(ints(node.inputs[1]) or [1]) == {0}
+            set(ints(reads(node, 1)) or [1]) == {0}
             and producer(node.inputs[2], "Shape", "Unsqueeze") is not None
         )
-    shape = folded(node.inputs[1])
+    shape = folded(reads(node, 1))
     if node.op_type == "Reshape":
         if rank(given) == 2 and flat:
             return shape == [-1] or rank(node.outputs[0]) == 1
@@ -175,5 +185,5 @@ def _is_first_row(reader: Reader, shape: ir.Value | None, at: Meaning) -> bool:
             and count.choice == at.choice
         )
     cut = producer(node.inputs[0], "Slice")
-    starts, ends = (None, None) if cut is None else (ints(cut.inputs[1]), ints(cut.inputs[2]))
+    starts, ends = (None, None) if cut is None else (ints(reads(cut, 1)), ints(reads(cut, 2)))
     return bool(starts and ends and starts[0] == 0 and ends[0] == 1)

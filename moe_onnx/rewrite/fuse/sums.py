@@ -86,7 +86,7 @@ def _vector(node: ir.Node) -> ir.Value | None:
         return index if attribute(node, "axis", 0) == 0 and rank(index) == 1 else None
     if is_op(node, "ScatterElements"):
         wide = producer(index, "Expand")
-        shape = None if wide is None else folded(wide.inputs[1])
+        shape = None if wide is None else folded(reads(wide, 1))
         if wide is None or shape is None or len(shape) != 2 or shape[0] not in (1, None):
             return None
         if not whole_rows(node):
@@ -142,7 +142,7 @@ def _rewrite(graph: ir.Graph, one: Sum, e: Inserter) -> str:
     while is_op(shaped, "Mul"):
         assert shaped is not None
         shaped = only_user(shaped.outputs[0])
-    shape = None if shaped is None or not is_op(shaped, "Reshape") else folded(shaped.inputs[1])
+    shape = None if shaped is None or not is_op(shaped, "Reshape") else folded(reads(shaped, 1))
     if shaped is None or shape is None or len(shape) != 3 or not shape[1] or shape[1] < 1:
         raise NotThis(shaped or one.node, "does not make [T, K, H] of the rows, of a known K")
     top_k, total = shape[1], only_user(shaped.outputs[0])
@@ -172,6 +172,10 @@ def _rewrite(graph: ir.Graph, one: Sum, e: Inserter) -> str:
     weights, total = block.weights, block.total
     assert weights is not None and total is not None and one.rows.dtype is not None
     scales = weights if rank(weights) == 2 else e.op("Reshape", weights, e.constant([-1, top_k]))
+    if not same_rows(weights, shaped.outputs[0]):
+        # A Mul takes the weights of one token for all.
+        pairs = e.op("Reshape", index, e.constant([-1, top_k]))
+        scales = e.op("Expand", scales, e.op("Shape", pairs), name="scales")
     nothing = e.constant(np.zeros((0, 0)), one.rows.dtype.numpy())
     no_expert = e.constant(np.zeros((0, 0)), np.int32)
     y = e.op(
@@ -186,7 +190,7 @@ def _added(graph: ir.Graph, one: Sum, e: Inserter, order: Order) -> str:
     """Rows added to the tokens of their pairs."""
     token, before = producer(_vector(one.node), "Div"), one.node.inputs[0]
     assert token is not None and before is not None
-    top_k, pairs = number(token.inputs[1]), pairs_of(order)
+    top_k, pairs = number(reads(token, 1)), pairs_of(order)
     if not top_k or top_k < 1:
         raise NotThis(token, "divides by no known number of choices")
     if pairs is None or pairs[1] != top_k or rank(before) != 2 or not same_rows(before, pairs[0]):

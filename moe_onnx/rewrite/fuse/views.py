@@ -109,7 +109,7 @@ def repeated_tokens(data: ir.Value | None, top_k: int) -> ir.Value | None:
     lifted = None if wide is None else producer(wide.inputs[0], "Unsqueeze")
     if flat is None or wide is None or lifted is None or ints(reads(lifted, 1)) not in ([1], [-2]):
         return None
-    tokens, times = lifted.inputs[0], ints(wide.inputs[1])
+    tokens, times = lifted.inputs[0], ints(reads(wide, 1))
     if rank(tokens) != 2 or times is None or len(times) != 3 or times[1] != top_k:
         return None
     width = size(tokens, 1)
@@ -117,7 +117,7 @@ def repeated_tokens(data: ir.Value | None, top_k: int) -> ir.Value | None:
         return None
     if flat.op_type == "Flatten":
         return tokens if attribute(flat, "axis", 1) == 2 else None
-    shape = ints(flat.inputs[1])
+    shape = ints(reads(flat, 1))
     return (
         tokens if width is not None and shape is not None and len(shape) == 2 and shape[1] == width else None
     )

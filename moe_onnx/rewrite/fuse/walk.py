@@ -151,7 +151,7 @@ def finish(block: Block, rows: ir.Value, node: ir.Node) -> None:
         shaped = user
     else:
         shaped = node
-    shape = folded(shaped.inputs[1])
+    shape = folded(reads(shaped, 1))
     width = _width(rows, block)
     if not _is_by_token(shaped, shape, width, block):
         wanted = f"[T, {block.top_k}, {'H' if width is None else width}]"
