@@ -93,6 +93,14 @@ def test_ids_that_a_token_may_have_twice_and_from_behind_leave_the_sum_as_it_is(
         np.testing.assert_allclose(runs[1](x)[0], runs[0](x)[0], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+def test_weights_of_one_token_for_all() -> None:
+    given = weights(transposed=True)
+    changes = [("(float[T, 4] x)", "(float[T, 4] x, float[S, 2] w)"), ("(weights, last)", "(w, last)")]
+    before = model_of(changed(changed(BATCHED, *TRANSPOSED), *changes), given)
+    x, w = feeds(given)["random"], np.array([[0.3, 0.7]], np.float32)
+    np.testing.assert_allclose(run(fused(before), x, w)[0], run(before, x, w)[0], rtol=1e-5, atol=1e-5)
+
+
 def test_nan_stays_in_its_token_and_in_experts_that_nobody_asks() -> None:
     given = weights()
     given["gate"][0] = 0

@@ -79,7 +79,12 @@ def rewrite(graph: ir.Graph, block: Block, names: set[str]) -> str:
     assert block.weighted is not None and block.weights is not None
     e = Inserter(f"{total.name or total.outputs[0].name}/fused", names)
     ids = block.ids if block.distinct else _not_negative(e, block)
-    pairs = Pairs(ids, block.weights, block.top_k, block.experts, block.tokens)
+    weights = block.weights
+    if block.distinct and rank(ids) == 2 == rank(weights) and not same_rows(weights, ids):
+        # A Mul takes the weights of one token for all.
+        weights = e.op("Expand", weights, e.op("Shape", ids), name="weights_each")
+        weights.shape, weights.type = ids.shape, block.weights.type
+    pairs = Pairs(ids, weights, block.top_k, block.experts, block.tokens)
     rows, index, counts, chosen = dispatch(e, pairs, sort=block.distinct)
     instead: list[tuple[ir.Value, ir.Value]] = [(block.repeated, rows)]
     gone: list[ir.Node] = []
