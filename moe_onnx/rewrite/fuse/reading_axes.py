@@ -121,7 +121,8 @@ def _reshaped(
     if solid == ["T", "K"] and len(places) == 1:
         solid = ["P"]
     elif solid == ["T", "E"] and len(places) == 1:
-        if given is None or len(given) != len(one.axes) or given[old[1]] != one.choice.experts:
+        wide = given[old[1]] if given is not None and len(given) == len(one.axes) else None
+        if isinstance(wide, int) and wide != one.choice.experts:
             return None
         solid = ["A"]
     elif solid == ["P"] and len(places) == 2 and shape[places[1]] == k:
@@ -129,8 +130,8 @@ def _reshaped(
     elif len(solid) == len(places) > 1 and made is not None:
         # All axes but one must be known to stay: then the last one does.
         sizes = given if given is not None and len(given) == len(one.axes) else [None] * len(one.axes)
-        wide = made if len(made) == len(shape) else [None] * len(shape)
-        stay = [_stays(one, i, sizes[i], (shape[p], wide[p])) for i, p in zip(old, places, strict=True)]
+        after = made if len(made) == len(shape) else [None] * len(shape)
+        stay = [_stays(one, i, sizes[i], (shape[p], after[p])) for i, p in zip(old, places, strict=True)]
         if stay.count(False) > 1:
             return None
     if len(solid) != len(places):

@@ -138,6 +138,8 @@ def _divides(reader: Reader, by: ir.Value | None, gate: Meaning) -> bool:
             return False
         by = node.inputs[0]
     total = producer(by, "ReduceSum")
+    if total is not None and ints(reads(total, 1)) not in ([1], [-1]):
+        return False  # of experts, whom nobody may have chosen
     if total is not None:
         top = gate.choice.ids.producer()
         summed = reader.meaning(total.inputs[0], "gate")
