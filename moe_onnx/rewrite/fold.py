@@ -17,10 +17,9 @@ from onnx.reference import ReferenceEvaluator
 
 from moe_onnx.rewrite.by_ir import by_ir
 from moe_onnx.rewrite.fuse.graph import attribute, ints, is_op, producer, rank, reads
-from moe_onnx.rewrite.fuse.types import MAIN, Types, inferred, typed
+from moe_onnx.rewrite.fuse.types import Types, homes_of, inferred, typed, values_of
 from moe_onnx.rewrite.nodes import fresh
 from moe_onnx.rewrite.notes import EXACT, Notes, Pass, mark
-from moe_onnx.spec import DOMAIN
 
 NAME = "fold"
 _MOST = 64  # elements of what is folded: sizes, axes, indices
@@ -42,19 +41,12 @@ def fold(model: ModelProto, notes: Notes) -> ModelProto:
 
 def fold_once(model: ir.Model, types: Mapping[tuple[str, str, str], Types], notes: Notes) -> None:
     """Fold in place what is known by the shapes of values, and by these types."""
-    main = model.opset_imports.get("", 0)
-    homes = [(MAIN, model.graph, main)]
-    for key, function in model.functions.items():
-        if function.domain != DOMAIN:  # our bodies are what they are
-            homes.append((key, function.graph, function.opset_imports.get("", main)))
+    homes = homes_of(model, 0)
     every = [graph for _, home, _ in homes for graph in (home, *home.subgraphs())]
-    names = {str(value.name) for graph in every for value in (*graph.inputs, *graph.initializers.values())}
-    names |= {str(out.name) for graph in every for node in graph for out in node.outputs}
+    names = {str(value.name) for graph in every for value in values_of(graph)}
     for key, home, version in homes:
         inside = [home, *home.subgraphs()]
-        values = [v for graph in inside for v in (*graph.inputs, *graph.initializers.values())]
-        values += [out for graph in inside for node in graph for out in node.outputs]
-        with typed(values, types.get(key, {})):
+        with typed([value for graph in inside for value in values_of(graph)], types.get(key, {})):
             for graph in inside:
                 for node in list(graph):
                     if node.graph is graph:  # not dropped meanwhile

@@ -167,7 +167,7 @@ def _experts(rows: ir.Value, at: ir.Node, dispatch: Dispatch) -> tuple[list[Prod
 def replace(graph: ir.Graph, layer: Layer, names: set[str]) -> str:
     """Put the node for a layer; what was done, in words."""
     node, kind = layer.combine, layer.activation
-    e = Inserter(f"{node.name or node.outputs[0].name}/moe", names)
+    e = Inserter(node, names, "moe")
     chosen, probs = node.inputs[2], node.inputs[3]
     zero = e.constant(0, np.float32)
     weights = e.op("Where", chosen, probs, zero, name="weights")

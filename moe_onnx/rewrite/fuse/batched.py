@@ -77,7 +77,7 @@ def rewrite(graph: ir.Graph, block: Block, names: set[str]) -> str:
     total = block.total
     assert total is not None and block.tokens is not None and block.repeated is not None
     assert block.weighted is not None and block.weights is not None
-    e = Inserter(f"{total.name or total.outputs[0].name}/fused", names)
+    e = Inserter(total, names)
     ids = block.ids if block.distinct else _not_negative(e, block)
     weights = block.weights
     if block.distinct and rank(ids) == 2 == rank(weights) and not same_rows(weights, ids):
@@ -96,14 +96,7 @@ def rewrite(graph: ir.Graph, block: Block, names: set[str]) -> str:
             gone.append(node)
     for product in block.products:
         given = rows if product.rows is block.repeated else product.rows
-        y = e.op(
-            "MoeGroupedMatmul",
-            given,
-            product.weight,
-            counts,
-            name="product",
-            transpose_weight=int(product.transposed),
-        )
+        y = e.product(given, product.weight, counts, product.transposed)
         instead.append((product.squeeze.outputs[0], y))
         gone.append(product.squeeze)
     new = dict(instead)

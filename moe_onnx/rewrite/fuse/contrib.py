@@ -76,7 +76,7 @@ def match(node: ir.Node) -> Layer:
 def rewrite(graph: ir.Graph, layer: Layer, names: set[str]) -> str:
     """Put the nodes for a layer; what was done, in words."""
     node = layer.node
-    e = Inserter(f"{node.name or node.outputs[0].name}/fused", names)
+    e = Inserter(node, names)
     x, logits, up, up_bias, down, down_bias = [*node.inputs, *[None] * 6][:6]
     assert x is not None
     is_matrix = rank(x) == 2

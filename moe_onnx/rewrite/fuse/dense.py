@@ -94,12 +94,8 @@ def rewrite(graph: ir.Graph, one: Sum, reader: Reader, names: set[str]) -> str:
     Raises:
         NotThis: With the first condition that does not hold; the graph is as it was.
     """
-    e = Inserter(f"{one.node.name or one.node.outputs[0].name}/fused", names)
-    try:
+    with Inserter(one.node, names) as e:
         return _rewrite(graph, one, reader, e)
-    except NotThis:
-        e.discard()
-        raise
 
 
 def _rewrite(graph: ir.Graph, one: Sum, reader: Reader, e: Inserter) -> str:

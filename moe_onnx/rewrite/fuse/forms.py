@@ -14,7 +14,7 @@ from moe_onnx.rewrite.fuse import batched, contrib, dense, loops, masked, sums, 
 from moe_onnx.rewrite.fuse.graph import NAME, NotThis
 from moe_onnx.rewrite.fuse.meaning import Lost, Meaning
 from moe_onnx.rewrite.fuse.reading import Reader
-from moe_onnx.rewrite.fuse.types import MAIN, Types, inferred, typed
+from moe_onnx.rewrite.fuse.types import Types, homes_of, inferred, typed, values_of
 from moe_onnx.rewrite.nodes import all_nodes, opset_of
 from moe_onnx.rewrite.notes import MARK, ROUNDING, Notes, Pass
 from moe_onnx.spec import DOMAIN, VERSION
@@ -32,16 +32,11 @@ def fuse(model: ModelProto, notes: Notes) -> ModelProto:
 
 
 def _fuse(model: ir.Model, types: Mapping[tuple[str, str, str], Types], notes: Notes) -> None:
-    names = {value.name for graph in _graphs(model) for value in _values(graph) if value.name}
+    names = {value.name for graph in _graphs(model) for value in values_of(graph) if value.name}
     names |= {node.name for graph in _graphs(model) for node in graph if node.name}
-    opset = model.opset_imports.get("", OLDEST_OPSET)
-    homes = [(MAIN, model.graph, opset)]
-    for key, function in model.functions.items():
-        if function.domain != DOMAIN:
-            homes.append((key, function.graph, function.opset_imports.get("", opset)))
-    for key, home, version in homes:
+    for key, home, version in homes_of(model, OLDEST_OPSET):
         inside = [home, *home.subgraphs()]
-        with typed([value for graph in inside for value in _values(graph)], types.get(key, {})):
+        with typed([value for graph in inside for value in values_of(graph)], types.get(key, {})):
             reader = Reader()
             reader.scan(home)
             for graph in inside:
@@ -129,10 +124,6 @@ def _check_opset(node: ir.Node, version: int) -> None:
 def _graphs(model: ir.Model) -> list[ir.Graph]:
     homes = [model.graph, *(function.graph for function in model.functions.values())]
     return [graph for home in homes for graph in (home, *home.subgraphs())]
-
-
-def _values(graph: ir.Graph) -> list[ir.Value]:
-    return [*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs)]
 
 
 FUSE = Pass(

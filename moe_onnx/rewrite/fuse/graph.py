@@ -134,11 +134,18 @@ def is_axis(number: int, axis: int, axes: int) -> bool:
 
 
 class Inserter:
-    """Makes marked nodes with new names, for one place of a graph."""
+    """Makes marked nodes with new names, in place of a node; as a context, none after all for a NotThis."""
 
-    def __init__(self, prefix: str, names: set[str]) -> None:
-        self.prefix, self.names = prefix, names
+    def __init__(self, at: ir.Node, names: set[str], what: str = "fused") -> None:
+        self.prefix, self.names = f"{at.name or at.outputs[0].name}/{what}", names
         self.nodes: list[ir.Node] = []
+
+    def __enter__(self) -> Inserter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, NotThis):
+            self._discard()
 
     def ops(
         self, kind: str, *inputs: ir.Value | None, outputs: int, name: str = "", **attributes: Any
@@ -166,12 +173,20 @@ class Inserter:
             self.nodes[-1].attributes.add(attr)
         return made
 
-    def discard(self) -> None:
+    def _discard(self) -> None:
         """Forget what was made: it must not be seen as reading anything."""
         for node in self.nodes:
             for i in range(len(node.inputs)):
                 node.replace_input_with(i, None)
         self.nodes.clear()
+
+    def product(
+        self, rows: ir.Value, weight: ir.Value, counts: ir.Value | None, transposed: bool
+    ) -> ir.Value:
+        """The rows of each expert times its matrix."""
+        return self.op(
+            "MoeGroupedMatmul", rows, weight, counts, name="product", transpose_weight=int(transposed)
+        )
 
     def constant(self, value: Any, dtype: Any = np.int64) -> ir.Value:
         """A node, not an initializer, which functions do not have."""

@@ -133,14 +133,7 @@ class Lanes:
             return self.e.like(first, inputs)[0]
         weight, transposed = self.params.matrices(weights, turned, first)
         self.products += 1
-        y = self.e.op(
-            "MoeGroupedMatmul",
-            rows,
-            weight,
-            self.new.counts,
-            name="product",
-            transpose_weight=int(transposed),
-        )
+        y = self.e.product(rows, weight, self.new.counts, transposed)
         if not is_gemm or reads(first, 2) is None:
             return y
         if attribute(first, "beta", 1.0) != 1.0:

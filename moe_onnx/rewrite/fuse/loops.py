@@ -61,12 +61,8 @@ def rewrite(graph: ir.Graph, loop: ir.Node, reader: Reader, names: set[str]) -> 
     Raises:
         NotThis: With the first condition that does not hold; the graph is as it was.
     """
-    e = Inserter(f"{loop.name or loop.outputs[0].name}/fused", names)
-    try:
+    with Inserter(loop, names) as e:
         return _rewrite(graph, loop, reader, e)
-    except NotThis:
-        e.discard()
-        raise
 
 
 def _rewrite(graph: ir.Graph, loop: ir.Node, reader: Reader, e: Inserter) -> str:

@@ -82,13 +82,8 @@ def rewrite(graph: ir.Graph, one: Permuted, reader: Reader, names: set[str]) -> 
     Raises:
         NotThis: With the first condition that does not hold; the graph is as it was.
     """
-    first = one.rows[0]
-    e = Inserter(f"{first.name or first.outputs[0].name}/fused", names)
-    try:
+    with Inserter(one.rows[0], names) as e:
         return _rewrite(graph, one, reader, e)
-    except NotThis:
-        e.discard()
-        raise
 
 
 def _rewrite(graph: ir.Graph, one: Permuted, reader: Reader, e: Inserter) -> str:
@@ -124,19 +119,10 @@ def _rewrite(graph: ir.Graph, one: Permuted, reader: Reader, e: Inserter) -> str
         if size(product.weight, 0) != choice.experts:
             raise NotThis(gather, f"weights '{product.weight.name}' are not of {choice.experts} experts")
         if counts is None:
-            many = e.op(
-                "ReduceSum", e.op("Cast", chosen, to=int(ir.DataType.INT32)), e.constant([0]), keepdims=0
-            )
-            counts = many
+            as_integers = e.op("Cast", chosen, to=int(ir.DataType.INT32))
+            counts = e.op("ReduceSum", as_integers, e.constant([0]), keepdims=0)
         given = rows if product.rows in [old for old, _ in instead] else product.rows
-        y = e.op(
-            "MoeGroupedMatmul",
-            given,
-            product.weight,
-            counts,
-            name="product",
-            transpose_weight=int(product.transposed),
-        )
+        y = e.product(given, product.weight, counts, product.transposed)
         instead.append((product.squeeze.outputs[0], y))
         gone.append(product.squeeze)
         done.append("MoeGroupedMatmul")

@@ -70,14 +70,7 @@ class Stacked:
         if size(weight, 0) != self.count:
             raise NotThis(node, f"'{weight.name}' is not known to be of {self.count} experts")
         self.products += 1
-        return self.e.op(
-            "MoeGroupedMatmul",
-            inner,
-            weight,
-            self.new.counts,
-            name="product",
-            transpose_weight=int(transposed),
-        )
+        return self.e.product(inner, weight, self.new.counts, transposed)
 
     def _by_row(self, node: ir.Node, depth: int) -> Sequence[ir.Value]:
         first = node.inputs[0]

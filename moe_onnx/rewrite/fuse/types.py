@@ -11,9 +11,26 @@ from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto
 
 from moe_onnx.adapters.light import light_copy
 from moe_onnx.rewrite.nodes import graphs
+from moe_onnx.spec import DOMAIN
 
 Types = dict[str, ValueInfoProto | None]
-MAIN = ("", "", "")
+Key = tuple[str, str, str]
+MAIN: Key = ("", "", "")
+
+
+def homes_of(model: ir.Model, opset: int) -> list[tuple[Key, ir.Graph, int]]:
+    """Graph and functions, with the opset of each, ``opset`` for none. Our bodies are what they are."""
+    main = model.opset_imports.get("", opset)
+    homes = [(MAIN, model.graph, main)]
+    for key, function in model.functions.items():
+        if function.domain != DOMAIN:
+            homes.append((key, function.graph, function.opset_imports.get("", main)))
+    return homes
+
+
+def values_of(graph: ir.Graph) -> list[ir.Value]:
+    """Inputs, initializers and outputs of nodes, without those of subgraphs."""
+    return [*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs)]
 
 
 def inferred(model: ModelProto) -> dict[tuple[str, str, str], Types]:

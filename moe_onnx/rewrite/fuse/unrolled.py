@@ -73,12 +73,8 @@ def rewrite(graph: ir.Graph, chain: Chain, reader: Reader, names: set[str]) -> s
     Raises:
         NotThis: With the first condition that does not hold; the graph is as it was.
     """
-    e = Inserter(f"{chain.last.name or chain.last.outputs[0].name}/fused", names)
-    try:
+    with Inserter(chain.last, names) as e:
         return _rewrite(graph, chain, reader, e)
-    except NotThis:
-        e.discard()
-        raise
 
 
 def _rewrite(graph: ir.Graph, chain: Chain, reader: Reader, e: Inserter) -> str:
