@@ -38,6 +38,7 @@ AXES = {
     "N": "routed rows: T*K, or E*C when padded",
     "R": "rows of expanded_x: T*K, or min(active_num, T*K)",
     "F": "expert hidden size",
+    "G": "gate and up of an expert, side by side: 2 F",
     "P": "rows of permuted_tokens: N, or only as many as the routing map selects",
     "S": "factors of an update",
     "...": "any number of axes, the same in all tensors",

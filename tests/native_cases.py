@@ -252,6 +252,14 @@ def weight_grad(m: Maker) -> tuple[list[Any], dict[str, Any]]:
     return inputs, {"transpose_weight": int(m.odds(0.5))}
 
 
+def swi_glu(m: Maker) -> tuple[list[Any], dict[str, Any]]:
+    return [m.floats(m.slots, 2 * m.hidden + m.odds(0.05))], {}
+
+
+def swi_glu_grad(m: Maker) -> tuple[list[Any], dict[str, Any]]:
+    return [m.floats(m.slots, m.hidden), m.floats(m.slots, 2 * m.hidden + m.odds(0.05))], {}
+
+
 def adam_w(m: Maker) -> tuple[list[Any], dict[str, Any]]:
     dtype = pick(m.rng, (np.float32, np.float32, np.float64))
     shape = (m.slots, m.hidden)
@@ -277,5 +285,7 @@ MAKERS: dict[str, Callable[[Maker], tuple[list[Any], dict[str, Any]]]] = {
     "MoeFinalizeRoutingV2Grad": finalize_grad,
     "MoeGroupedMatmul": product,
     "MoeGroupedMatmulWeightGrad": weight_grad,
+    "MoeSwiGlu": swi_glu,
+    "MoeSwiGluGrad": swi_glu_grad,
     "MoeAdamW": adam_w,
 }

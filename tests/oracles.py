@@ -369,6 +369,40 @@ def grouped_matmul_weight_grad(
     return grad.transpose(0, 2, 1) if transpose_weight else grad
 
 
+def swi_glu(x: Array) -> Array:
+    """y[i, f] = silu(x[i, f]) * x[i, F + f], element by element in double precision, rounded once."""
+    width = x.shape[1] // 2
+    y = np.empty((len(x), width), x.dtype)
+    for i, f in np.ndindex(y.shape):
+        gate, up = float(x[i, f]), float(x[i, width + f])
+        y[i, f] = _acc(x)(_swish(gate) * up).astype(x.dtype)
+    return y
+
+
+def swi_glu_grad(grad_y: Array, x: Array) -> Array:
+    """The derivatives of that by gate and by up, times grad_y."""
+    width = x.shape[1] // 2
+    grad = np.empty_like(x)
+    for i, f in np.ndindex(grad_y.shape):
+        gate, up, d = float(x[i, f]), float(x[i, width + f]), float(grad_y[i, f])
+        s = _sigmoid(gate)
+        # d/dg g s(g) = s + g s (1 - s), and 1 - s(g) = s(-g).
+        grad[i, f] = _acc(x)(d * up * (s + gate * s * _sigmoid(-gate))).astype(x.dtype)
+        grad[i, width + f] = _acc(x)(d * _swish(gate)).astype(x.dtype)
+    return grad
+
+
+def _sigmoid(x: float) -> float:
+    try:
+        return 1 / (1 + math.exp(-x))
+    except OverflowError:
+        return 0.0
+
+
+def _swish(x: float) -> float:
+    return x * _sigmoid(x)
+
+
 @np.errstate(all="ignore")
 def adam_w(parameter: Array, gradient: Array, exp_avg: Array, exp_avg_sq: Array, factors: Array) -> Any:
     """(parameter, exp_avg, exp_avg_sq) after an update, element by element.

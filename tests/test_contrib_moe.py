@@ -36,6 +36,8 @@ LAYERS: dict[str, dict[str, Any]] = {
     },
     "relu, by map": {"expert_activation": "relu", "dispatch": "routing_map", "unroll_experts": 0},
     "relu, sigmoid": {"expert_activation": "relu", "router_scores": "sigmoid", "routed_scaling_factor": 2.5},
+    "native form": {"expert_bias": True},
+    "native form, unrolled": {"unroll_experts": 4},
     "one expert": {"num_experts": 1, "num_experts_per_tok": 1},
 }  # fmt: skip
 
@@ -90,7 +92,8 @@ FUSED_AGAIN = ("swiglu, grouped", "clamped, unrolled")
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_of_the_builder_are_one_node_of_the_same_values(name: str) -> None:
     config = moe_onnx.MoeLayerConfig(**SIZES | LAYERS[name])
-    before = moe_onnx.build_training_graph(config, assembly="forward").model
+    form = "native" if name.startswith("native") else "body"
+    before = moe_onnx.build_training_graph(config, assembly="forward", optimize_for=form).model
     done = apply_passes(before, ["contrib-moe"])
     assert len(done.report.applied) == 1 and not done.report.skipped
     assert [node.op_type for node in contrib(done.model)] == ["MoE"]

@@ -63,8 +63,9 @@ def assert_same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
     [("default", "grad+apply", "body"), ("all", "step", BEST), ("plain", "grad+apply", BEST)],
 )
 def test_updates_have_the_same_bits(optimizer: str, assembly: str, kernels: str) -> None:
-    """Five steps from the same gradients: the experts' products are the same nodes in both graphs."""
+    """Five steps from the same gradients: products and activation are the same nodes in both graphs."""
     config = layer(unroll_experts=0, router_selection_bias=True, router_bias_update_rate=0.01)
+    config = dataclasses.replace(config, expert_activation="geglu")
     runs = []
     for form in ("body", "native"):
         graph = build(config, form, assembly=assembly, optimizer=OPTIMIZERS[optimizer])
@@ -147,11 +148,16 @@ def test_what_is_in_each_form() -> None:
         config = layer(num_experts=experts, num_experts_per_tok=2, unroll_experts=unroll)
         graph = build(config, form, assembly="apply+forward")
         assert counts(graph.models["forward"])["MoeGroupedMatmul"] == 2 * is_grouped
+        activations = 0 if form == "body" else 1 if is_grouped else experts
+        assert counts(graph.models["forward"])["MoeSwiGlu"] == activations
         assert counts(graph.models["apply"])["MoeAdamW"] == (3 if form == "native" else 0)
         assert graph.manifest.optimize_for == form
         assert graph.manifest.config["unroll_experts"] == unroll
     have = counts(build(layer(), "native").model)
     assert (have["MoeGroupedMatmul"], have["MoeGroupedMatmulWeightGrad"], have["MoeAdamW"]) == (4, 2, 3)
+    assert (have["MoeSwiGlu"], have["MoeSwiGluGrad"]) == (1, 1)
+    geglu = dataclasses.replace(layer(), expert_activation="geglu")
+    assert counts(build(geglu, "native").model)["MoeSwiGlu"] == 0
     default = moe_onnx.build_training_graph(layer()).model
     assert default.graph == build(layer(), "body").model.graph
     assert counts(build(layer(), "native", assembly="apply", optimizer=moe_onnx.SGD()).model)["MoeAdamW"] == 0

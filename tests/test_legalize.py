@@ -584,6 +584,7 @@ def casting(op: str, dtype: str, static: bool) -> tuple[onnx.ModelProto, Any, li
         *(np.full_like(rows, x) for x in (2, 4, 14)),
         np.array([2, 2, 2, 2, 16, 4, 2], np.float32) / 4,
     ]
+    gates = np.array([[-128, 128, 2, 3], [0, 128, 4, -5]], np.float32)
     if op == "MoeAdamW" and "16" in dtype:
         dtype = "float64"
     calls: dict[str, tuple[dict[str, Any], dict[str, Any], list[Any]]] = {
@@ -628,6 +629,12 @@ def casting(op: str, dtype: str, static: bool) -> tuple[onnx.ModelProto, Any, li
             {"x": rows % 5, "g": rows[:, :3] % 4, "sizes": sizes},
             {},
             [oracles.grouped_matmul_weight_grad(rows % 5, rows[:, :3] % 4, sizes)],
+        ),
+        "MoeSwiGlu": ({"x": gates}, {}, [oracles.swi_glu(gates)]),
+        "MoeSwiGluGrad": (
+            {"g": gates[:, :2] / 128, "x": gates},
+            {},
+            [oracles.swi_glu_grad(gates[:, :2] / 128, gates)],
         ),
         "MoeAdamW": (
             dict(zip("pgmvf", update, strict=True)),

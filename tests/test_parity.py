@@ -155,6 +155,35 @@ def test_grouped_products(route: str, transposed: int) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gated_activation(route: str, dtype: str) -> None:
+    """SiLU of the first half times the second, and autograd's gradient of it; rounded once."""
+    import ml_dtypes
+    import torch
+
+    if not has_route("MoeSwiGlu", route):
+        return
+    kind = getattr(torch, dtype)
+    torch.manual_seed(0)
+    gates, up = torch.randn(64, 37) * 4, torch.randn(64, 37)
+    x = torch.cat([gates, up], 1).to(kind)
+    leaf = x.to(torch.float64).requires_grad_()
+    y = torch.nn.functional.silu(leaf[:, :37]) * leaf[:, 37:]
+    grad = torch.randn(y.shape).to(kind)
+    (d_x,) = torch.autograd.grad(y, leaf, grad.to(torch.float64))
+    named = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    rows, g = (value.to(torch.float32).numpy().astype(named) for value in (x, grad))
+    step = {"float32": 2.0**-22, "bfloat16": 2.0**-8, "float16": 2.0**-10}[dtype]
+    for got, want in (
+        (run("MoeSwiGlu", route, [rows], {}), y),
+        (run("MoeSwiGluGrad", route, [g, rows], {}), d_x),
+    ):
+        a, b = got[0].astype(np.float64), want.detach().numpy()
+        assert got[0].dtype == rows.dtype
+        assert (np.abs(a - b) <= step * np.abs(b) + 2.0**-21).all()
+
+
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("transposed", [0, 1])
 def test_grouped_products_in_bfloat16(route: str, transposed: int) -> None:
     """PyTorch's own grouped product: both round a float32 sum once, so one bfloat16 step apart at most."""

@@ -179,6 +179,15 @@ def test_shapes_of_the_gradient_of_the_dispatch_by_map() -> None:
     assert inferred(name, unknown) == [("FLOAT", [None, None])] * 2
 
 
+def test_shapes_of_the_activation() -> None:
+    rows: Values = {"x": ("float16", ["N", 32])}
+    assert inferred("MoeSwiGlu", rows) == [("FLOAT16", ["N", 16])]
+    assert inferred("MoeSwiGlu", {"x": ("float16", [3, "G"])}) == [("FLOAT16", [3, None])]
+    assert inferred("MoeSwiGluGrad", {"grad_y": ("float16", [None, 16]), **rows}) == [("FLOAT16", ["N", 32])]
+    untold: Values = {"grad_y": ("float32", [5, 16]), "x": ("float32", None)}
+    assert inferred("MoeSwiGluGrad", untold) == [("FLOAT", [5, 32])]
+
+
 def test_shapes_of_the_grouped_products() -> None:
     assert inferred("MoeGroupedMatmul", GMM) == [("FLOAT", ["N", 32])]
     swapped: Values = {**GMM, "weight": ("float32", [8, 32, 16])}

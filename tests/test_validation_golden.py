@@ -33,6 +33,8 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "MoeFinalizeRoutingV2Grad": oracles.finalize_grad,
     "MoeGroupedMatmul": oracles.grouped_matmul,
     "MoeGroupedMatmulWeightGrad": oracles.grouped_matmul_weight_grad,
+    "MoeSwiGlu": oracles.swi_glu,
+    "MoeSwiGluGrad": oracles.swi_glu_grad,
     "MoeAdamW": oracles.adam_w,
 }
 CASES = [(spec.name, mode) for spec in ALL for mode in golden_modes(spec.name)]
@@ -56,7 +58,7 @@ def takes(op: str, dtype: str) -> bool:
 
 def test_every_operator_has_cases() -> None:
     assert {op for op, _ in CASES} == set(BY_NAME)
-    assert len(CASES) == 53
+    assert len(CASES) == 55
 
 
 @all_of("case", CASES)

@@ -121,7 +121,7 @@ class Draft:
         inputs = batch_inputs(self.config, losses=losses, training=training)
         batch = {name: self._input(name, *kind, "batch") for name, kind in inputs.items()}
         params = {p.name: self._input(p.name, "float32", p.shape, "parameter") for p in self.params}
-        done = forward(self.e, self.config, batch, params, losses=losses)
+        done = forward(self.e, self.config, batch, params, losses=losses, fused=self.fused)
         infer(self.ir_model)
         return done
 

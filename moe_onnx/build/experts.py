@@ -9,17 +9,17 @@ from moe_onnx.autodiff.emitter import Emitter, shaped
 from moe_onnx.build.dispatch import Dispatched
 from moe_onnx.build.layers import Parameters, dense_mlp, linear, silu
 from moe_onnx.build.moe_options import MoeOptions
-from moe_onnx.build.precision import half_of, narrow, rounded, wide
+from moe_onnx.build.precision import Half, half_of, narrow, rounded, wide
 from moe_onnx.spec import DOMAIN
 
 
 def experts(
-    e: Emitter, dispatched: Dispatched, params: Parameters, prefix: str, config: MoeOptions
+    e: Emitter, dispatched: Dispatched, params: Parameters, prefix: str, config: MoeOptions, fused: bool
 ) -> ir.Value:
     """What the experts make of their rows: ``[rows, H]`` again, in the same order, not rounded at last."""
     if config.unrolls():
-        return _unrolled(e, dispatched, params, f"{prefix}experts.", config)
-    return _grouped(e, dispatched, params, f"{prefix}experts.", config)
+        return _unrolled(e, dispatched, params, f"{prefix}experts.", config, fused)
+    return _grouped(e, dispatched, params, f"{prefix}experts.", config, fused)
 
 
 def shared_expert(
@@ -42,8 +42,12 @@ def first_projection(config: MoeOptions) -> tuple[str, int]:
     return ("gate_up_proj", 2 * inner) if config.is_gated else ("up_proj", inner)
 
 
-def _activation(e: Emitter, hidden: ir.Value, config: MoeOptions) -> ir.Value:
+def _activation(e: Emitter, hidden: ir.Value, config: MoeOptions, fused: bool, half: Half) -> ir.Value:
+    """Of products, float32 that holds values of ``half``; what is rounded to that next may be so already."""
     kind = config.expert_activation
+    if fused and kind == "swiglu":
+        y = e.op("MoeSwiGlu", narrow(e, hidden, half), domain=DOMAIN)
+        return wide(e, shaped(y, "rows", config.moe_intermediate_size))
     if not config.is_gated:
         return e.op("Gelu" if kind == "gelu" else "Relu", hidden)
     gate, up = e.ops("Split", hidden, outputs=2, axis=1, num_outputs=2)
@@ -60,7 +64,7 @@ def _activation(e: Emitter, hidden: ir.Value, config: MoeOptions) -> ir.Value:
 
 
 def _unrolled(
-    e: Emitter, dispatched: Dispatched, params: Parameters, prefix: str, config: MoeOptions
+    e: Emitter, dispatched: Dispatched, params: Parameters, prefix: str, config: MoeOptions, fused: bool
 ) -> ir.Value:
     """Nodes of its own for each expert: the fastest form where experts are few."""
     count, hidden_size, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
@@ -79,7 +83,8 @@ def _unrolled(
     for i in range(count):
         with e.scope(str(i)):
             # Rows and weights are rounded already.
-            hidden = _activation(e, rounded(e, linear(e, parts[i], up[i], up_bias[i]), half), config)
+            hidden = rounded(e, linear(e, parts[i], up[i], up_bias[i]), half)
+            hidden = _activation(e, hidden, config, fused, half if weights is None else None)
             bias = down_bias[i]
             if weights is None:
                 done.append(linear(e, rounded(e, hidden, half), down[i], bias))
@@ -105,7 +110,7 @@ def _each(e: Emitter, stacked: ir.Value | None, experts: int) -> list[ir.Value |
 
 
 def _grouped(
-    e: Emitter, dispatched: Dispatched, params: Parameters, prefix: str, config: MoeOptions
+    e: Emitter, dispatched: Dispatched, params: Parameters, prefix: str, config: MoeOptions, fused: bool
 ) -> ir.Value:
     """One node a product, however many experts there are.
 
@@ -127,7 +132,7 @@ def _grouped(
     hidden = product("up", dispatched.rows, width)
     if biases[0] is not None:
         hidden = rounded(e, e.op("Add", hidden, e.op("Gather", biases[0], expert, axis=0)), half)
-    hidden = _activation(e, hidden, config)
+    hidden = _activation(e, hidden, config, fused, half if weights is None else None)
     if weights is not None:
         hidden = e.op("Mul", hidden, weights)
     y = product("down", hidden, config.hidden_size)

@@ -72,18 +72,24 @@ def forward(
     params: Parameters,
     *,
     losses: bool,
+    fused: bool = False,
 ) -> Forward:
-    """Emit the forward graph of a model."""
+    """Emit the forward graph of a model; ``fused``: with the experts' activation as one operator."""
     if isinstance(config, MoeLayerConfig):
-        return _layer(e, config, batch, params, losses)
-    return _language_model(e, config, batch, params, losses)
+        return _layer(e, config, batch, params, losses, fused)
+    return _language_model(e, config, batch, params, losses, fused)
 
 
 def _layer(
-    e: Emitter, config: MoeLayerConfig, batch: dict[str, ir.Value], params: Parameters, losses: bool
+    e: Emitter,
+    config: MoeLayerConfig,
+    batch: dict[str, ir.Value],
+    params: Parameters,
+    losses: bool,
+    fused: bool,
 ) -> Forward:
     noise = _noise(e, batch, 0)
-    output, routing = moe_layer(e, batch["hidden_states"], params, "", None, noise, config)
+    output, routing = moe_layer(e, batch["hidden_states"], params, "", None, noise, config, fused)
     done = Forward(output, "output", ("tokens", config.hidden_size))
     if losses:
         with e.scope("loss"):
@@ -101,7 +107,12 @@ def _noise(e: Emitter, batch: dict[str, ir.Value], layer: int) -> ir.Value | Non
 
 
 def _language_model(
-    e: Emitter, config: MoeLMConfig, batch: dict[str, ir.Value], params: Parameters, losses: bool
+    e: Emitter,
+    config: MoeLMConfig,
+    batch: dict[str, ir.Value],
+    params: Parameters,
+    losses: bool,
+    fused: bool,
 ) -> Forward:
     ids, attention_mask, half = batch["input_ids"], batch["attention_mask"], half_of(config)
     where = positions(e, ids, attention_mask, config)
@@ -122,7 +133,7 @@ def _language_model(
                 normed = _norm(e, x, params, f"{prefix}post_attention_layernorm", config)
                 if config.is_moe_layer(layer):
                     noise = _noise(e, batch, len(routings))
-                    y, routing = moe_layer(e, normed, params, f"{prefix}mlp.", mask, noise, config)
+                    y, routing = moe_layer(e, normed, params, f"{prefix}mlp.", mask, noise, config, fused)
                     routings.append(routing)
                 else:
                     y = dense_mlp(e, normed, params, f"{prefix}mlp.", half)

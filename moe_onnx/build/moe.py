@@ -22,17 +22,18 @@ def moe_layer(
     mask: ir.Value | None,
     noise: ir.Value | None,
     config: MoeOptions,
+    fused: bool = False,
 ) -> tuple[ir.Value, Routing]:
     """``sum over the K experts of weight * expert(x)`` for each token, and the shared expert.
 
     ``x`` and the result are float32. A pair of token and expert that the dispatch drops adds 0, and has no
-    gradient.
+    gradient. ``fused``: the activation is one operator where there is one.
     """
     with e.scope("router"):
         routing = route(e, x, params, prefix, mask, noise, config)
     dispatched = dispatch(e, x, routing, mask, config)
     with e.scope("experts"):
-        rows = experts(e, dispatched, params, prefix, config)
+        rows = experts(e, dispatched, params, prefix, config, fused)
     y = dispatched.combine(rows)
     with e.scope("shared_expert"):
         shared = shared_expert(e, x, params, prefix, config)

@@ -154,9 +154,10 @@ def build_training_graph(
         optimize_for: The form of the graphs, which all routes run, with the same parameters and checkpoints:
 
             - ``"body"``: what is fastest in runtimes without this package's kernels: few experts get nodes
-              of their own, AdamW is made of standard operators.
-            - ``"native"``: what is fastest by native kernels: one MoeGroupedMatmul a product, one MoeAdamW
-              a parameter. Updates have the same bits; sums over the experts' products another order.
+              of their own, SwiGLU and AdamW are made of standard operators.
+            - ``"native"``: what is fastest by native kernels: one MoeGroupedMatmul a product, one MoeSwiGlu
+              (with a SwiGLU of experts), one MoeAdamW a parameter. Updates have the same bits; sums over
+              the experts' products another order, and exponentials other last bits.
 
     Returns:
         A :class:`TrainingGraph`.

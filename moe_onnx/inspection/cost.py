@@ -12,6 +12,8 @@
     MoeTokenUnpermuteWithRoutingMap, MoeFinalizeRoutingV2      2 T K H
     their gradients                      -                     3 T K H (weighted rows, dots for the weights)
     MoeInitRoutingV2Grad, MoeTokenPermuteWithRoutingMapGrad    T K H (sums)
+    MoeSwiGlu                            -                     3 output elements (sigmoid, two products)
+    MoeSwiGluGrad                        -                     4 output elements
     ScatterElements, ScatterND by add    -                     elements of the updates
     arithmetic, elementwise              -                     output elements
     what moves, compares or counts       -                     -
@@ -83,7 +85,7 @@ REDUCED = {"ReduceSum": 1, "ReduceMax": 1, "ReduceMin": 1, "ReduceProd": 1, "Cum
 REDUCED |= {"ReduceSumSquare": 2, "ReduceL2": 2, "ReduceL1": 2, "ReduceLogSum": 2, "ReduceLogSumExp": 4}
 PER_ELEMENT = {"Softmax": 5, "LogSoftmax": 5, "LayerNormalization": 8, "RMSNormalization": 6}
 PER_ELEMENT |= {"GroupNormalization": 8, "InstanceNormalization": 8, "BatchNormalization": 4}
-# Times T K H; what the first input has, or the first output.
+# Times the elements of the first input, or of the first output: mostly T K H.
 ROUTED = {
     "MoeTokenUnpermuteWithRoutingMap": ("in", 2),
     "MoeTokenUnpermuteWithRoutingMapGrad": ("out", 3),
@@ -91,6 +93,8 @@ ROUTED = {
     "MoeFinalizeRoutingV2Grad": ("out", 3),
     "MoeInitRoutingV2Grad": ("in", 1),
     "MoeTokenPermuteWithRoutingMapGrad": ("in", 1),
+    "MoeSwiGlu": ("out", 3),
+    "MoeSwiGluGrad": ("out", 4),
 }
 FLOATS = {1, 10, 11, 16}
 

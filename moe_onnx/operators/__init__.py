@@ -8,6 +8,8 @@ from moe_onnx.operators import (
     moe_grouped_matmul_weight_grad,
     moe_init_routing_v2,
     moe_init_routing_v2_grad,
+    moe_swi_glu,
+    moe_swi_glu_grad,
     moe_token_permute_with_routing_map,
     moe_token_permute_with_routing_map_grad,
     moe_token_unpermute_with_routing_map,
@@ -26,6 +28,8 @@ ALL: tuple[OpSpec, ...] = (
     moe_finalize_routing_v2_grad.SPEC,
     moe_grouped_matmul.SPEC,
     moe_grouped_matmul_weight_grad.SPEC,
+    moe_swi_glu.SPEC,
+    moe_swi_glu_grad.SPEC,
     moe_adam_w.SPEC,
 )
 BY_NAME: dict[str, OpSpec] = {spec.name: spec for spec in ALL}

@@ -30,6 +30,9 @@ struct Rows {
   // is read of it.
   Wide<T> (*scale_and_dot)(T* out, const T* in, Wide<T> weight, const T* other, const T* next, std::size_t width,
                            bool past_the_caches);
+  // out = gate / (1 + exp(-gate)) * up, and its gradient of both, for MoeSwiGlu.
+  void (*swi_glu)(T* out, const T* gate, const T* up, std::size_t width);
+  void (*swi_glu_grad)(T* of_gate, T* of_up, const T* grad, const T* gate, const T* up, std::size_t width);
   // Exact widening and one rounding back.
   void (*widen)(Wide<T>* out, const T* in, std::size_t count);
   void (*narrow)(T* out, const Wide<T>* in, std::size_t count);

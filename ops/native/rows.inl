@@ -2,6 +2,7 @@
 //
 // Written with the vector extensions of GCC and Clang. Only internal linkage here, see number.h.
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -402,10 +403,12 @@ void adam_w(const AdamW<T>& by, T* const (&out)[3], const T* parameter, const T*
   for (; i < count; ++i) adam_w_at<T>(by, out, parameter, gradient, exp_avg, exp_avg_sq, i);
 }
 
+#include "swi_glu.inl"
+
 template <typename T>
 constexpr Rows<T> rows_for() {
-  return {sum<T>, weighted_sum<T>, biased_sum<T>, scale<T>,      scale_past<T>,
-          dot<T>, biased_dot<T>,   scale_and_dot<T>, widen_all<T>, narrow_all<T>};
+  return {sum<T>,        weighted_sum<T>,  biased_sum<T>, scale<T>,        scale_past<T>, dot<T>,
+          biased_dot<T>, scale_and_dot<T>, swi_glu<T>,    swi_glu_grad<T>, widen_all<T>,  narrow_all<T>};
 }
 
 }  // namespace

@@ -17,6 +17,7 @@ const char* axis_meaning(char letter) {
     case 'N': return "routed rows: T*K, or E*C when padded";
     case 'R': return "rows of expanded_x: T*K, or min(active_num, T*K)";
     case 'F': return "expert hidden size";
+    case 'G': return "gate and up of an expert, side by side: 2 F";
     case 'P': return "rows of permuted_tokens: N, or only as many as the routing map selects";
     case 'S': return "factors of an update";
     default: return "?";

@@ -187,3 +187,9 @@ def grouped_matmul(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
         # Of 16-bit factors in float32: this may be the gradient of a float32 parameter.
         dw = g.op(name, g.wide(x), g.wide(d), group_sizes, domain=DOMAIN, transpose_weight=transpose)
     return [dx, dw, None]
+
+
+@register_gradient("MoeSwiGlu", DOMAIN)
+def swi_glu(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """MoeSwiGluGrad."""
+    return [g.op("MoeSwiGluGrad", d, node.inputs[0], domain=DOMAIN)]

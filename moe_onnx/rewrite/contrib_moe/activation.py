@@ -10,6 +10,7 @@ import onnx_ir as ir
 from moe_onnx.rewrite.contrib_moe.dispatched import is_same_type, number
 from moe_onnx.rewrite.contrib_moe.products import Linear, linear_of
 from moe_onnx.rewrite.fuse.graph import NotThis, attribute, ints, is_axis, is_op, producer, reads, size
+from moe_onnx.spec import DOMAIN
 
 Tree = tuple[Any, ...]
 WHOLE: Tree = ("columns", "all", 0)  # of the first product that is met
@@ -113,6 +114,12 @@ def _tree(value: ir.Value | None, found: dict[ir.Value, Linear], at: ir.Node) ->
         found.setdefault(value, made)
         return ("columns", "all", list(found).index(value))
     node = value.producer()
+    if node is not None and node.domain == DOMAIN and node.op_type == "MoeSwiGlu":
+        whole = _tree(node.inputs[0], found, node)
+        if whole[:2] != WHOLE[:2]:
+            raise NotThis(node, "takes columns of what is no product")
+        gate, up = (("columns", half, whole[2]) for half in _HALVES)
+        return _product([gate, ("Sigmoid", gate), up])
     if node is None or node.domain not in ("", "ai.onnx"):
         what = "an input of the graph" if node is None else f"{node.domain}.{node.op_type}"
         raise NotThis(node or at, f"between the experts' products is {what}")

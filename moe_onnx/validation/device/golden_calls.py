@@ -203,6 +203,20 @@ def _grouped_weight_grad(m: Making, mode: str) -> Call:
     return Call(inputs, {"transpose_weight": int(mode == "transposed")})
 
 
+def _gate_up(m: Making) -> Array:
+    shape = (m.sizes.tokens * m.sizes.top_k, m.sizes.width)
+    return np.concatenate([m.draw.gates(m.rows, *shape), m.floats(*shape)], axis=1)
+
+
+def _activation(m: Making, mode: str) -> Call:
+    return Call({"x": _gate_up(m)}, {})
+
+
+def _activation_grad(m: Making, mode: str) -> Call:
+    s, rows = m.sizes, m.sizes.tokens * m.sizes.top_k
+    return Call({"grad_y": m.floats(rows, s.width), "x": _gate_up(m)}, {})
+
+
 def _update(m: Making, mode: str) -> Call:
     s = m.sizes
     shape = (s.experts, s.width, s.hidden)
@@ -253,5 +267,7 @@ MAKERS: dict[str, tuple[Callable[[Making, str], Call], tuple[str, ...]]] = {
     ),
     "MoeGroupedMatmul": (_grouped, ("plain", "transposed")),
     "MoeGroupedMatmulWeightGrad": (_grouped_weight_grad, ("plain", "transposed")),
+    "MoeSwiGlu": (_activation, ("plain",)),
+    "MoeSwiGluGrad": (_activation_grad, ("plain",)),
     "MoeAdamW": (_update, ("plain", "decay")),
 }

@@ -61,6 +61,12 @@ class Draw:
             return (2.0 ** -(raw >> np.uint64(62)).astype(np.float64)).astype(dtype)
         return (((raw >> np.uint64(40)).astype(np.float64) + 1.0) / 2.0**24).astype(dtype)
 
+    def gates(self, dtype: np.dtype[Any], *shape: int) -> Array:
+        """In [-8, 8); exact: open, half open or closed, which exp tells without a rest."""
+        if self._exact:
+            return ((self.raw(*shape) % np.uint64(3)).astype(np.int64) * 128 - 128).astype(dtype)
+        return np.asarray(self.floats(dtype, *shape) * np.asarray(8, dtype))
+
     def experts(self, sizes: Sizes) -> Array:
         """``[T, K]`` int32: distinct experts of each token, ascending."""
         order = np.argsort(self.raw(sizes.tokens, sizes.experts), axis=1, kind="stable")

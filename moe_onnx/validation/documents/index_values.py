@@ -216,6 +216,8 @@ RULES: dict[str, Callable[[MoeNode], list[Rule]]] = {
     "MoeFinalizeRoutingV2Grad": _finalize,
     "MoeGroupedMatmul": _groups,
     "MoeGroupedMatmulWeightGrad": _groups,
+    "MoeSwiGlu": _no_indices,
+    "MoeSwiGluGrad": _no_indices,
     "MoeAdamW": _no_indices,
 }
 

@@ -41,7 +41,7 @@ MODE = code(
 OURS = (DOMAIN, SESSION_DOMAIN, BODY_DOMAIN)
 _COMBINE, _FINALIZE = "MoeTokenUnpermuteWithRoutingMap", "MoeFinalizeRoutingV2"
 _INIT, _PERMUTE = "MoeInitRoutingV2", "MoeTokenPermuteWithRoutingMap"
-_PRODUCT, _UPDATE = "MoeGroupedMatmul", "MoeAdamW"
+_PRODUCT, _ACTIVATION, _UPDATE = "MoeGroupedMatmul", "MoeSwiGlu", "MoeAdamW"
 
 
 @check("static", COUNT, MODE)
@@ -96,6 +96,9 @@ def _wanted(config: Config, backward: bool, optimize_for: str) -> dict[str, int]
     if not config.unrolls(optimize_for):
         wanted[_PRODUCT] = layers * (4 if backward else 2)
         wanted[f"{_PRODUCT}WeightGrad"] = layers * 2 if backward else 0
+    if optimize_for == "native" and config.expert_activation == "swiglu":
+        each = layers * (config.num_experts if config.unrolls(optimize_for) else 1)
+        wanted[_ACTIVATION], wanted[f"{_ACTIVATION}Grad"] = each, each if backward else 0
     return wanted
 
 
