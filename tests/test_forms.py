@@ -163,6 +163,32 @@ def test_what_is_in_each_form() -> None:
     assert counts(build(layer(), "native", assembly="apply", optimizer=moe_onnx.SGD()).model)["MoeAdamW"] == 0
 
 
+@pytest.mark.parametrize("unroll", [0, 8])
+@pytest.mark.parametrize("form", ["body", "native"])
+def test_shapes_in_the_graph_are_those_of_the_values(form: str, unroll: int) -> None:
+    """A name of a size is one size: onnxruntime plans its memory by them, and only warns where they lie."""
+    config = layer(unroll_experts=unroll)
+    model = build(config, form, assembly="grad").model
+    made = {name for node in model.graph.node for name in node.output} - {o.name for o in model.graph.output}
+    told = [value for value in model.graph.value_info if value.name in made]
+    told = [value for value in told if value.type.tensor_type.HasField("shape")]
+    assert len(told) > 40 and (form == "body" or any("MoeSwiGlu" in value.name for value in told))
+    model.graph.output.extend(told)
+    session = moe_onnx.InferenceSession(model, one_thread(), kernels=BEST)
+    graph = build(config, form, assembly="grad+apply")
+    feed = {**graph.init_parameters(0), **batch_of(config.to_dict())}
+    feed = {arg.name: feed[arg.name] for arg in session.get_inputs()}
+    sizes: dict[str, int] = {}
+    for value, found in zip(model.graph.output, session.run(None, feed), strict=True):
+        dims = value.type.tensor_type.shape.dim
+        assert len(dims) == found.ndim, value.name
+        for dim, size in zip(dims, found.shape, strict=True):
+            if dim.HasField("dim_value"):
+                assert dim.dim_value == size, value.name
+            elif dim.dim_param:
+                assert sizes.setdefault(dim.dim_param, size) == size, (value.name, dim.dim_param)
+
+
 def test_the_manifest_says_the_form(tmp_path: Path) -> None:
     graph = build(layer(), "native", assembly="grad+apply")
     loaded = moe_onnx.TrainingGraph.load(graph.save(tmp_path / "model"))

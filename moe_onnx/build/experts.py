@@ -47,7 +47,9 @@ def _activation(e: Emitter, hidden: ir.Value, config: MoeOptions, fused: bool, h
     kind = config.expert_activation
     if fused and kind == "swiglu":
         y = e.op("MoeSwiGlu", narrow(e, hidden, half), domain=DOMAIN)
-        return wide(e, shaped(y, "rows", config.moe_intermediate_size))
+        if hidden.shape is not None:  # rows of one expert, or of all
+            y.shape = ir.Shape([hidden.shape[0], config.moe_intermediate_size])
+        return wide(e, y)
     if not config.is_gated:
         return e.op("Gelu" if kind == "gelu" else "Relu", hidden)
     gate, up = e.ops("Split", hidden, outputs=2, axis=1, num_outputs=2)
