@@ -34,27 +34,23 @@ const Wide<T>* widened(const Call& call, const T* matrix, std::int64_t elements,
   }
 }
 
-// The transpose of a matrix, [columns, rows], in `scratch`, made by tiles on the session's threads.
+// The transpose of a matrix, [columns, rows], in `scratch`, made by bands of rows on the session's threads.
 template <typename T>
 const T* turned(const Call& call, const T* matrix, std::int64_t rows, std::int64_t columns, std::vector<T>& scratch) {
-  constexpr std::int64_t tall = 16, wide = 64;  // whole lines of the cache, several of each row
+  constexpr std::int64_t tall = kTurnedRows;
   if (std::int64_t(scratch.size()) < rows * columns) scratch.resize(std::size_t(rows * columns));
   T* const out = scratch.data();
-  const std::int64_t strips = (columns + wide - 1) / wide;
-  call.parallel(strips, rows * wide * 2 * std::int64_t(sizeof(T)), [=](std::int64_t begin, std::int64_t end) {
-    T block[wide][tall];
-    for (std::int64_t strip = begin; strip < end; ++strip) {
-      const std::int64_t from = strip * wide, width = std::min(wide, columns - from);
-      for (std::int64_t top = 0; top < rows; top += tall) {
-        const std::int64_t height = std::min(tall, rows - top);
-        for (std::int64_t row = 0; row < height; ++row) {
-          const T* const line = matrix + (top + row) * columns + from;
-          for (std::int64_t column = 0; column < width; ++column) block[column][row] = line[column];
-        }
-        for (std::int64_t column = 0; column < width; ++column) {
-          std::copy_n(block[column], height, out + (from + column) * rows + top);
-        }
-      }
+  Turn<T> turn;
+  if constexpr (sizeof(T) == 4) {
+    turn = row_table().turn_f32;
+  } else {
+    turn = row_table().turn_f64;
+  }
+  const std::int64_t bands = (rows + tall - 1) / tall;
+  call.parallel(bands, tall * columns * 2 * std::int64_t(sizeof(T)), [=](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t top = begin * tall; top < std::min(rows, end * tall); top += tall) {
+      turn(out + top, std::size_t(rows), matrix + top * columns, std::size_t(columns),
+           std::size_t(std::min(tall, rows - top)), std::size_t(columns));
     }
   });
   return out;

@@ -50,6 +50,12 @@ template <typename T>
 using AdamWStep = void (*)(const AdamW<T>& by, T* const (&out)[3], const T* parameter, const T* gradient,
                            const T* exp_avg, const T* exp_avg_sq, std::size_t count);
 
+// out[column * out_stride + row] = in[row * in_stride + column], for at most kTurnedRows rows.
+template <typename T>
+using Turn = void (*)(T* out, std::size_t out_stride, const T* in, std::size_t in_stride, std::size_t height,
+                      std::size_t width);
+constexpr std::size_t kTurnedRows = 16;
+
 struct RowTable {
   const char* name;
   Rows<float> f32;
@@ -61,6 +67,8 @@ struct RowTable {
   void (*copy_past)(void* out, const void* in, std::size_t bytes);  // past the caches
   AdamWStep<float> adam_w_f32;
   AdamWStep<double> adam_w_f64;
+  Turn<float> turn_f32;
+  Turn<double> turn_f64;
 };
 
 // An output of so many bytes is out of the caches before anyone reads it. Written past them, its lines are not read
