@@ -238,10 +238,13 @@ def groups(m: Maker, rows: int) -> Any:
 
 
 def product(m: Maker) -> tuple[list[Any], dict[str, Any]]:
-    transpose, width = int(m.odds(0.5)), pick(m.rng, HIDDEN[:10])
+    # Groups of up to 64 rows go another way than larger ones, by tiles of 16 x 256.
+    transpose, is_large = int(m.odds(0.5)), m.odds(0.2)
+    rows = int(m.rng.integers(20, 400)) if is_large else m.slots
+    width = int(m.rng.integers(250, 530)) if is_large else pick(m.rng, HIDDEN[:10])
     shape = (width, m.hidden) if transpose else (m.hidden, width)
     weight = m.floats(m.experts, *shape)
-    return [m.floats(m.slots, m.hidden), weight, groups(m, m.slots)], {"transpose_weight": transpose}
+    return [m.floats(rows, m.hidden), weight, groups(m, rows)], {"transpose_weight": transpose}
 
 
 def weight_grad(m: Maker) -> tuple[list[Any], dict[str, Any]]:

@@ -43,6 +43,7 @@ SIZES: dict[str, tuple[list[int], int, int]] = {
     "many experts, most empty": ([0] * 40 + [2] + [0] * 20 + [1, 0], 8, 5),
     "long": ([1, 2], 301, 3),
     "many rows": ([130, 3, 147], 70, 35),
+    "few rows, several tiles": ([65, 2, 64], 37, 271),
 }
 OPS = (GMM, GRAD)
 ALL_ROUTES = [route for route in ROUTES if has_route(GMM, route)]

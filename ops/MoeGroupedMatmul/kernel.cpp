@@ -22,6 +22,48 @@ Infos shapes(const Infos& inputs, const Attributes& attributes) {
   return {TensorInfo(type, {axes['N'], axes['F']})};
 }
 
+// Up to so many rows the runtime's product spends more time on putting the weight into panels than on the product.
+constexpr std::int64_t kFewRows = 64;
+
+// The rows of one expert, few of them, its weight, and where their product goes.
+struct Few {
+  const float* x;
+  const float* weight;
+  float* y;
+  std::int64_t rows;
+};
+
+// The products of groups of few rows, on the session's threads.
+void multiply_few(const Call& call, const std::vector<Few>& groups, std::int64_t hidden, std::int64_t width) {
+  // So many columns are read in one go, from one row of the weight to the next.
+  constexpr std::int64_t each = 4096;
+  const std::int64_t parts = (width + each - 1) / each;
+  call.parallel(std::int64_t(groups.size()) * parts, hidden * std::min(width, each) * 4,
+                [&, parts](std::int64_t begin, std::int64_t end) {
+                  for (std::int64_t at = begin; at < end; ++at) {
+                    const Few& one = groups[std::size_t(at / parts)];
+                    const std::int64_t from = at % parts * each, columns = std::min(width - from, each);
+                    row_table().few_rows(one.y + from, std::size_t(width), one.x, std::size_t(hidden),
+                                         std::size_t(one.rows), one.weight + from, std::size_t(width),
+                                         std::size_t(hidden), std::size_t(columns));
+                  }
+                });
+}
+
+// y = left * right, or left * right transposed. The other way round, where the rows are few, it is they that the
+// runtime puts into panels, and the weight is read as it lies.
+template <typename T>
+void multiply(const Call& call, T* y, const T* left, const T* right, bool transposed, std::int64_t rows,
+              std::int64_t width, std::int64_t hidden, std::vector<T>& scratch) {
+  const MatMuls& products = *call.node.products;
+  if (!transposed || rows > kFewRows) {
+    return products.multiply(call.context(), left, false, right, transposed, y, rows, width, hidden);
+  }
+  T* const other = room(scratch, width * rows);
+  products.multiply(call.context(), right, false, left, true, other, width, rows, hidden);
+  turn(call, y, other, width, rows);
+}
+
 template <typename T>
 void run(Call& call) {
   const bool transposed = call.attributes["transpose_weight"] != 0;
@@ -36,7 +78,8 @@ void run(Call& call) {
     return;
   }
   const T *const x = call.input<T>(kX), *const weight = call.input<T>(kWeight);
-  std::vector<Wide<T>> of_x, of_weight, of_y;
+  std::vector<Wide<T>> of_x, of_weight, of_y, scratch;
+  std::vector<Few> few;
   for (std::int64_t expert = 0; expert < experts; ++expert) {
     const std::int64_t start = starts[std::size_t(expert)], count = starts[std::size_t(expert) + 1] - start;
     if (count == 0) continue;  // the weight of an expert without rows is not looked at
@@ -44,9 +87,20 @@ void run(Call& call) {
     const Wide<T>* const left = widened(call, x + start * hidden, count * hidden, of_x);
     const Wide<T>* const right = widened(call, weight + expert * hidden * width, hidden * width, of_weight);
     Wide<T>* const product = wide_place(out, count * width, of_y);
-    call.node.products->multiply(call.context(), left, false, right, transposed, product, count, width, hidden);
+    if constexpr (sizeof(Wide<T>) == 4) {
+      if (!transposed && count <= kFewRows) {
+        few.push_back({left, right, product, count});
+        if constexpr (std::is_same_v<T, float>) continue;  // all such groups at once
+        multiply_few(call, few, hidden, width);
+        few.clear();
+        narrowed(call, out, product, count * width);
+        continue;
+      }
+    }
+    multiply(call, product, left, right, transposed, count, width, hidden, scratch);
     narrowed(call, out, product, count * width);
   }
+  if (!few.empty()) multiply_few(call, few, hidden, width);
 }
 
 void compute(Call& call) {

@@ -10,9 +10,9 @@ namespace {
 constexpr const char* kName = "MoeGroupedMatmulWeightGrad";
 enum Input { kX, kGrad, kSizes };
 
-// The runtime's product is a quarter slower where it has to turn its left side itself and the rows are many (93
-// against 131 GFLOP/s at 512 rows, 2 threads of a Zen 3): more than a copy costs. At 32 rows both take as long.
-constexpr std::int64_t kManyRows = 128;
+// The runtime's product is slower where it has to turn its left side itself: a third at 32 rows and a quarter at 512,
+// which is more than a copy costs (2 threads of a Zen 3). At 4 rows the copy costs more.
+constexpr std::int64_t kManyRows = 16;
 
 void mixes(const Infos& inputs) { require_same_dtype(kName, "x", inputs[kX], "grad_y", inputs[kGrad]); }
 
@@ -45,7 +45,11 @@ void run(Call& call) {
     }
     const Wide<T>* a = widened(call, left + start * lines, count * lines, of_left);
     const bool is_turned = count >= kManyRows;
-    if (is_turned) a = turned(call, a, count, lines, of_turned);
+    if (is_turned) {
+      Wide<T>* const other = room(of_turned, count * lines);
+      turn(call, other, a, count, lines);
+      a = other;
+    }
     const Wide<T>* const b = widened(call, right + start * columns, count * columns, of_right);
     Wide<T>* const product = wide_place(out, elements, of_product);
     call.node.products->multiply(call.context(), a, !is_turned, b, false, product, lines, columns, count);

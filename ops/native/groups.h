@@ -19,14 +19,20 @@ void check_no_rows_without_groups(const char* op, const Axes& axes);
 std::vector<std::int64_t> group_starts(const char* op, const std::int32_t* sizes, std::int64_t groups,
                                        std::int64_t rows);
 
+// At least so many elements.
+template <typename T>
+T* room(std::vector<T>& scratch, std::int64_t elements) {
+  if (std::int64_t(scratch.size()) < elements) scratch.resize(std::size_t(elements));
+  return scratch.data();
+}
+
 // A matrix as float32 (float64 for itself): where it lies, or widened into `scratch`, on the session's threads.
 template <typename T>
 const Wide<T>* widened(const Call& call, const T* matrix, std::int64_t elements, std::vector<Wide<T>>& scratch) {
   if constexpr (std::is_same_v<T, Wide<T>>) {
     return matrix;
   } else {
-    if (std::int64_t(scratch.size()) < elements) scratch.resize(std::size_t(elements));
-    Wide<T>* const out = scratch.data();
+    Wide<T>* const out = room(scratch, elements);
     call.parallel(elements, 6, [=](std::int64_t begin, std::int64_t end) {
       rows_of<T>().widen(out + begin, matrix + begin, std::size_t(end - begin));
     });
@@ -34,26 +40,23 @@ const Wide<T>* widened(const Call& call, const T* matrix, std::int64_t elements,
   }
 }
 
-// The transpose of a matrix, [columns, rows], in `scratch`, made by bands of rows on the session's threads.
+// out = the transpose of a matrix, [columns, rows], made by bands of rows on the session's threads.
 template <typename T>
-const T* turned(const Call& call, const T* matrix, std::int64_t rows, std::int64_t columns, std::vector<T>& scratch) {
+void turn(const Call& call, T* out, const T* matrix, std::int64_t rows, std::int64_t columns) {
   constexpr std::int64_t tall = kTurnedRows;
-  if (std::int64_t(scratch.size()) < rows * columns) scratch.resize(std::size_t(rows * columns));
-  T* const out = scratch.data();
-  Turn<T> turn;
+  Turn<T> few;
   if constexpr (sizeof(T) == 4) {
-    turn = row_table().turn_f32;
+    few = row_table().turn_f32;
   } else {
-    turn = row_table().turn_f64;
+    few = row_table().turn_f64;
   }
   const std::int64_t bands = (rows + tall - 1) / tall;
   call.parallel(bands, tall * columns * 2 * std::int64_t(sizeof(T)), [=](std::int64_t begin, std::int64_t end) {
     for (std::int64_t top = begin * tall; top < std::min(rows, end * tall); top += tall) {
-      turn(out + top, std::size_t(rows), matrix + top * columns, std::size_t(columns),
-           std::size_t(std::min(tall, rows - top)), std::size_t(columns));
+      few(out + top, std::size_t(rows), matrix + top * columns, std::size_t(columns),
+          std::size_t(std::min(tall, rows - top)), std::size_t(columns));
     }
   });
-  return out;
 }
 
 // Where a product of so many elements is made: in its place, or in `scratch` to be rounded from there.
@@ -62,8 +65,7 @@ Wide<T>* wide_place(T* out, std::int64_t elements, std::vector<Wide<T>>& scratch
   if constexpr (std::is_same_v<T, Wide<T>>) {
     return out;
   } else {
-    if (std::int64_t(scratch.size()) < elements) scratch.resize(std::size_t(elements));
-    return scratch.data();
+    return room(scratch, elements);
   }
 }
 

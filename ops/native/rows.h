@@ -56,6 +56,10 @@ using Turn = void (*)(T* out, std::size_t out_stride, const T* in, std::size_t i
                       std::size_t width);
 constexpr std::size_t kTurnedRows = 16;
 
+// y = x * matrix, for rows so few that reading the matrix is what takes the time; `inner` is above 0.
+using FewRows = void (*)(float* y, std::size_t y_stride, const float* x, std::size_t x_stride, std::size_t rows,
+                         const float* matrix, std::size_t matrix_stride, std::size_t inner, std::size_t columns);
+
 struct RowTable {
   const char* name;
   Rows<float> f32;
@@ -69,6 +73,7 @@ struct RowTable {
   AdamWStep<double> adam_w_f64;
   Turn<float> turn_f32;
   Turn<double> turn_f64;
+  FewRows few_rows;
 };
 
 // An output of so many bytes is out of the caches before anyone reads it. Written past them, its lines are not read
