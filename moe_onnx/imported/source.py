@@ -110,7 +110,7 @@ def _names_before(given: Fused, found: ir.Model) -> Known | None:
     """What made-up names of experts' weights mean: nodes that fuse has made do not say of which module."""
     if given.before is None or not has_lost_experts(found):
         return None
-    before = read_model(given.before)
+    before = read_model(given.before, given.folder)
     simplify(before)
     return known_before(before)
 
@@ -118,6 +118,10 @@ def _names_before(given: Fused, found: ir.Model) -> Known | None:
 def _dtype(value: ir.Value) -> str:
     if value.dtype is None or not isinstance(value.type, ir.TensorType):
         raise ModelError(f"Input '{value.name}' is no tensor ({value.type}). Training feeds tensors only.")
+    if value.dtype == ir.DataType.UNDEFINED:
+        raise ModelError(
+            f"Input '{value.name}' must have an element type, got none. Give it one in the model."
+        )
     return str(value.dtype.numpy().name)
 
 

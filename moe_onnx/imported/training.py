@@ -21,9 +21,11 @@ from moe_onnx.build.training_graph import TrainingGraph, checked_choices, finish
 from moe_onnx.errors import GradientError, ModelError, OptionError
 from moe_onnx.imported.fusing import Fused, fused
 from moe_onnx.imported.losses import add_loss
+from moe_onnx.imported.reading import check_readable
 from moe_onnx.imported.root import shape_of
 from moe_onnx.imported.source import Source, prepare
 from moe_onnx.spec import DOMAIN, VERSION
+from moe_onnx.validation.subject import Options, Subject, open_subject
 
 _DOC = "A training graph of an imported model. Whoever trains has to see that loss and grad_norm are finite."
 
@@ -102,8 +104,10 @@ def training_graph_from(
     if not isinstance(fuse, bool):
         raise OptionError(f"fuse must be True or False, got {fuse!r}.")
     chosen = [params] if isinstance(params, str) else params
+    subject = open_subject(model, Options())
+    check_readable(subject.model)
     with _names_kept(model):
-        given = fused(model) if fuse else Fused(model)
+        given = fused(subject) if fuse else Fused(subject.model, subject.folder)
         source = prepare(
             given, loss=loss, params=chosen, output=output, ignore_index=ignore_index, shift=shift
         )
@@ -113,7 +117,7 @@ def training_graph_from(
             drafts = {name: _ImportedDraft(name, source, optimizer, optimize_for) for name in names}
         dispatch = {"kind": "none", "mode": "dropless", "expert_capacity": 0, "active_num": 0}
         graph = finished(drafts, dispatch, optimize_for, source.weights)
-    _warn_of_traces(model)
+    _warn_of_traces(subject)
     return graph
 
 
@@ -247,15 +251,13 @@ def _ancestors(roots: Sequence[ir.Value]) -> set[ir.Value]:
     return found
 
 
-def _warn_of_traces(model: onnx.ModelProto | str | os.PathLike[str]) -> None:
+def _warn_of_traces(subject: Subject) -> None:
     """Say what a trace has lost: such a model trains, but it is not the one that was exported."""
     from moe_onnx.validation import families
     from moe_onnx.validation.findings import Finding
     from moe_onnx.validation.hazards.foreign import experts, fixed_loops
-    from moe_onnx.validation.subject import Options, open_subject
 
     families.load()
-    subject = open_subject(model, Options("static", "", None, 0))
     for check in (experts, fixed_loops):
         for finding in check(subject):
             if isinstance(finding, Finding):
