@@ -106,15 +106,18 @@ def test_what_folding_has_computed_is_named_or_said(recwarn: pytest.WarningsReco
       h = MatMul(x, val_3)
       p = Mul(h, val_9)
       q = Add(p, cast)
-      y = Mul(q, val_5)
+      r = Mul(q, mul_82)
+      y = Mul(r, val_5)
     }"""
-    model = model_of(text, val_3=normal(4, 4), val_9=normal(1, 1), cast=normal(4), val_5=normal(1))
+    weights = {"val_3": normal(4, 4), "val_9": normal(1, 1), "cast": normal(4), "val_5": normal(1)}
+    model = model_of(text, **weights, mul_82=normal(4))
     for node in model.graph.node:
         scoped(node, "attention")
     folded(model, "val_3", "attention.in_proj_weight")
     folded(model, "val_9", "act.weight", "val_8")
     folded(model, "cast", "norm.bias")
     folded(model, "val_5", "val_1", "val_2")  # an epsilon
+    folded(model, "mul_82", "arange_5", "div", "val_1")  # frequencies of rotary positions
     graph = trained(model)
     assert graph.manifest.parameter_names == ("attention.in_proj_weight", "val_9", "cast")
     assert graph.manifest.config["renamed"] == {"attention.in_proj_weight": "val_3"}
@@ -251,3 +254,65 @@ def test_a_number_that_no_label_can_be_and_outputs_that_are_none_are_refused() -
         with pytest.raises(moe_onnx.OptionError, match=f"got '{name}', which is {what}"):
             trained(mlp(), output=name)
     assert json.loads(json.dumps(trained(mlp(), output="h").manifest.config))["output"] == "h"
+
+
+def masked(kind: str, vocabulary: int = 11) -> onnx.ModelProto:
+    text = f"""lm (int32[batch, sequence] input_ids, {kind}[batch, sequence] attention_mask)
+        => (float[batch, sequence, {vocabulary}] logits) {{
+      e = Gather(embed__weight, input_ids)
+      axis = Constant<value_ints = [2]>()
+      one = Unsqueeze(attention_mask, axis)
+      real = Cast<to = 1>(one)
+      m = Mul(e, real)
+      logits = MatMul(m, head__weight)
+    }}"""
+    return model_of(text, embed__weight=normal(vocabulary, 4), head__weight=normal(4, vocabulary))
+
+
+def run(*words: object, code: int = 0) -> str:
+    done = CliRunner().invoke(main, list(map(str, words)))
+    assert done.exit_code == code, done.output
+    return " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("kind", ["int32", "bool"])
+def test_masks_and_ids_of_other_integers_are_fed_by_the_commands(kind: str, tmp_path: Path) -> None:
+    onnx.save(masked(kind), tmp_path / "lm.onnx")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 11, 203))
+    run("train-graph", tmp_path / "lm.onnx", "--loss", "cross-entropy", "-o", tmp_path / "lm")
+    how = ("--tokens", tmp_path / "ids.npy", "--batch-size", 3, "--sequence-length", 9)
+    run("train", tmp_path / "lm", *how, "--steps", 2, "--eval-every", 1, "-o", tmp_path / "run")
+    told = json.loads(run("eval", tmp_path / "lm", *how, "--json"))
+    assert told["tokens"] == 180
+    run("generate", tmp_path / "lm", "--prompt-ids", "1,2", "--max-new-tokens", 2)
+    session = moe_onnx.TrainingSession(tmp_path / "lm")
+    with pytest.raises(
+        moe_onnx.BatchError, match="'input_ids' must be int32, or what is exact in it, got int64"
+    ):
+        session.step({"input_ids": np.array([[1, 2**40]])})
+
+
+@pytest.mark.parity
+def test_an_imported_model_by_a_tokenizer(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"a": 0, "b": 1, "c": 2, "[UNK]": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    (tmp_path / "words").mkdir()
+    tokenizer.save(str(tmp_path / "words" / "tokenizer.json"))
+    (tmp_path / "book.txt").write_text("a b c " * 60)
+    onnx.save(masked("int64"), tmp_path / "lm.onnx")
+    lm, run_folder = tmp_path / "lm", tmp_path / "run"
+    run("train-graph", tmp_path / "lm.onnx", "--loss", "cross-entropy", "-o", lm)
+    how = ("--text", tmp_path / "book.txt", "--batch-size", 3, "--sequence-length", 9)
+    train = ("train", lm, *how, "--lr", 0.1, "--eval-every", 20, "-o", run_folder)
+    told = run(*train, "--steps", 40, "--tokenizer", tmp_path / "words")
+    assert "180 tokens by" in told
+    assert "180 tokens by" in run(*train, "--steps", 60, "--resume")  # the run's own
+    assert float(json.loads((run_folder / "metrics.jsonl").read_text().splitlines()[-1])["loss"]) < 0.5
+    told = run("eval", lm, "--checkpoint", run_folder, *how)
+    assert "180 tokens by" in told and "bits per byte" not in told
+    words = ("generate", lm, "--checkpoint", run_folder, "--prompt", "a b", "--max-new-tokens", 4)
+    assert run(*words, "--temperature", 0).endswith("a b c a b c")
+    told = run("generate", lm, "--prompt", "a b", code=2)  # nothing says of which tokenizer it is
+    assert "Give the tokenizer of the model, or token ids" in told

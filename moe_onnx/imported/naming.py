@@ -55,7 +55,10 @@ class Weights:
         """
         if (said := is_parameter(weight.value)) is not None:
             return said
-        if any(not BUFFERS.search(name) for name in computed_from(weight.value)):
+        if (sources := computed_from(weight.value)) and not MADE_UP.search(weight.name):
+            is_named = weight.name in self.renamed or any(_of_module(name) for name in sources)
+            return is_named or _is_matrix(weight.value)
+        if any(_of_module(name) for name in sources):
             return True
         if not len(weight.tensor.shape) or BUFFERS.search(weight.name):
             return False
@@ -103,6 +106,11 @@ def find_weights(model: ir.Model, known: Known | None = None) -> Weights:
             stacklevel=4,
         )
     return done
+
+
+def _of_module(name: str) -> bool:
+    """Whether a name is that of a module's weight; values of a trace are ``div``, ``arange_5``."""
+    return "." in name and not BUFFERS.search(name)
 
 
 def _is_made(value: ir.Value) -> bool:
