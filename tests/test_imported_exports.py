@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -316,3 +317,42 @@ def test_an_imported_model_by_a_tokenizer(tmp_path: Path) -> None:
     assert run(*words, "--temperature", 0).endswith("a b c a b c")
     told = run("generate", lm, "--prompt", "a b", code=2)  # nothing says of which tokenizer it is
     assert "Give the tokenizer of the model, or token ids" in told
+
+
+def test_tables_of_16_bits_are_trained() -> None:
+    text = """lm (int64[batch, sequence] input_ids) => (float16[batch, sequence, 7] logits) {
+      e = Gather(embed__weight, input_ids)
+      turned = Transpose<perm = [1, 0]>(embed__weight)
+      logits = MatMul(e, turned)
+    }"""
+    table = normal(7, 4).astype(np.float16)
+    graph = moe_onnx.training_graph_from(
+        model_of(text, embed__weight=table), loss="cross-entropy", assembly="grad+apply"
+    )
+    ids = np.array([[0, 3, 3, 6], [1, 3, 0, 2]])
+    session = moe_onnx.InferenceSession(graph.models["grad"])
+    batch = {"input_ids": ids, "labels": ids, "loss_scale": np.array(1, np.float32)}
+    loss, found = session.run(
+        ["loss", "embed.weight.grad"], {**batch, "embed.weight": table.astype(np.float32)}
+    )
+
+    def loss_of(value: np.ndarray) -> float:
+        logits = (value[ids] @ value.T)[:, :-1].reshape(-1, 7)
+        return float(np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(6), ids[:, 1:].ravel()]))
+
+    value = table.astype(np.float64)
+    assert loss == pytest.approx(loss_of(value), rel=2e-3)
+    for index in np.ndindex(7, 4):
+        steps = []
+        for step in (1e-5, -1e-5):
+            moved = value.copy()
+            moved[index] += step
+            steps.append(loss_of(moved))
+        assert found[index] == pytest.approx((steps[0] - steps[1]) / 2e-5, abs=4e-3), index
+    assert moe_onnx.TrainingSession(graph, lr=1e-2).step({"input_ids": ids})["loss"] > 0
+
+
+def test_bfloat16_is_said_to_need_a_device() -> None:
+    text = "m (bfloat16[n, 4] x) => (bfloat16[n, 2] y) { y = MatMul(x, w) }"
+    with pytest.warns(UserWarning, match="no products of it for a CPU"):
+        trained(model_of(text, w=normal(4, 2).astype(ml_dtypes.bfloat16)))
