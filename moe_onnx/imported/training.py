@@ -68,10 +68,10 @@ def training_graph_from(
             ``"cross-entropy"`` (of logits, held against a further input ``labels``), or
             ``"mean-squared-error"`` (of an output, held against a further input ``target``).
         params: Names, or patterns (``fnmatch``), of what to train; with ``!`` in front, of what not to.
-            None: all weights that the loss depends on. Weights are float initializers that are no scalars,
-            no buffers by their names (``inv_freq``, ``running_mean``, masks, ...), and have names of
-            their own or are a matrix of a product or lookup. Patterns choose among weights, full names any
-            float initializer.
+            None: all weights that the loss depends on. Weights are what the export calls parameters; where
+            it does not say, float initializers that are no scalars, no buffers by their names (``inv_freq``,
+            ``running_mean``, ...), and have names of their own or are a matrix of a product or lookup.
+            Patterns choose among weights, full names any float initializer.
         assembly: As of :func:`moe_onnx.build_training_graph`; ``forward`` gives the model's own outputs but
             its loss. None: ``grad+apply+eval``, and ``forward`` where there are such outputs.
         optimizer: :class:`AdamW` (the default) or :class:`SGD`.
@@ -89,14 +89,15 @@ def training_graph_from(
     Raises:
         OptionError: If there is no such loss or output, or it is no float scalar, or a pattern matches none.
         GradientError: If the model cannot be differentiated: the first node that blocks, the path to it.
-        ModelError: If the model cannot be brought to the form of a training graph.
+        ModelError: If the model is not valid ONNX, or cannot be brought to the form of a training graph.
         ModelFileError: If there is no such file, or it is no model.
         CheckpointError: If a weight in an external file cannot be read.
         ConfigError: If assembly, optimizer or optimize_for is none of the legal ones.
 
     Warns:
         UserWarning: If fused layers could not be verified, and stay as they were; if experts are missing, or
-            a loop has as many turns as in a trace; if weights have lost their names for good.
+            a loop has as many turns as in a trace; if weights have lost their names for good, or several
+            modules read a matrix that may be several merged ones; if types in the model contradict each other.
     """
     names, optimizer = checked_choices(
         "training_graph_from", "grad+apply+eval" if assembly is None else assembly, optimizer, optimize_for
