@@ -111,8 +111,10 @@ def _converted(model: ir.Model) -> ir.Model:
             f"{str(error).strip()}. Export it again with opset {OLDEST_OPSET} or newer."
         ) from error
     known = {info.name for info in before.graph.value_info}
-    for info in [info for info in proto.graph.value_info if info.name not in known]:
-        proto.graph.value_info.remove(info)  # sizes of the converter's own names, where others tell more
+    for info in proto.graph.value_info:
+        dims = info.type.tensor_type.shape.dim
+        if info.name not in known and any(dim.dim_param.startswith("unk__") for dim in dims):
+            info.type.tensor_type.ClearField("shape")  # the converter's own names: others know more
     done = ir.from_proto(proto)
     for value in [value for value in done.graph.inputs if value.name in weights]:
         done.graph.inputs.remove(value)
