@@ -226,7 +226,12 @@ def test_padding_in_a_language_model_is_no_nan() -> None:
         ({"dispatch_mode": "active", "active_num": 9}, "combine", "sorted_indices are made by Where"),
         ({"dispatch_mode": "drop_pad", "expert_capacity": 2}, "combine", "of which some may be dropped"),
         ({"router_weights_on": "experts"}, "combine", "has no probs: experts weigh their rows themselves"),
-        ({"dtype": "bfloat16"}, "combine", "the CPU kernel is of float32, this is of BFLOAT16"),
+        ({"dtype": "bfloat16"}, "combine", "is of BFLOAT16, which onnxruntime's CPU kernel does not take"),
+        (
+            {"dtype": "float16"},
+            "combine",
+            "is of FLOAT16: logarithms of its weights.* would lose their digits",
+        ),
     ],
 )
 def test_what_the_kernel_cannot_do_is_left_and_said(options: dict[str, Any], node: str, reason: str) -> None:
@@ -285,6 +290,48 @@ def test_a_limit_that_ends_the_process_is_not_run() -> None:
     model.doc_string = "something to strip"
     with pytest.raises(moe_onnx.ModelError, match=r"Node 'moe' \(MoE\): swiglu_limit=-1 is negative"):
         moe_onnx.rewrite_model(model, ["strip"])
+
+
+@pytest.mark.parametrize("given", ["by the call", "by default", "two calls deep", "in a branch"])
+def test_a_limit_that_a_function_is_given_is_not_run(given: str) -> None:
+    model = microsoft("swiglu", **OAI)
+    (node,) = model.graph.node
+    attr = next(one for one in node.attribute if one.name == "swiglu_limit")
+    attr.CopyFrom(
+        onnx.AttributeProto(name="swiglu_limit", type=onnx.AttributeProto.FLOAT, ref_attr_name="at")
+    )
+    imports = [*model.opset_import, helper.make_opsetid("local", 1)]
+    inner = onnx.NodeProto.FromString(node.SerializeToString())
+    if given == "in a branch":
+        value = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["T", 4])
+        yes = helper.make_node("Constant", [], ["yes"], value=onnx.numpy_helper.from_array(np.array(True)))
+        graphs = [helper.make_graph([inner], name, [], [value]) for name in ("t", "e")]
+        nodes = [yes, helper.make_node("If", ["yes"], ["y"], then_branch=graphs[0], else_branch=graphs[1])]
+    else:
+        nodes = [inner]
+    names = [name for name in node.input if name]
+    default = [helper.make_attribute("at", -1.0)] if given == "by default" else []
+    attributes = [] if default else ["at"]
+    functions = [
+        helper.make_function(
+            "local", "Layer", names, ["y"], nodes, imports, attributes, attribute_protos=default
+        )
+    ]
+    call = helper.make_node("Layer", names, ["y"], domain="local", **({} if default else {"at": -1.0}))
+    if given == "two calls deep":
+        call.attribute[0].CopyFrom(onnx.AttributeProto(name="at", type=1, ref_attr_name="of"))
+        functions.append(helper.make_function("local", "Outer", names, ["y"], [call], imports, ["of"]))
+        call = helper.make_node("Outer", names, ["y"], domain="local", of=-1.0)
+    node.CopyFrom(call)
+    model.opset_import.append(imports[-1])
+    model.functions.extend(functions)
+    model.doc_string = "something to strip"
+    with pytest.raises(moe_onnx.ModelError, match=r"Node 'moe' \(MoE\): swiglu_limit=-1 is negative"):
+        moe_onnx.rewrite_model(model, ["strip"])
+    for owner in (node, model.functions[0]):  # a limit of 1 runs
+        for one in owner.attribute if owner is node else owner.attribute_proto:
+            one.f = 1.0
+    assert moe_onnx.rewrite_model(model, ["strip"]).report.verified
 
 
 @pytest.mark.parametrize(

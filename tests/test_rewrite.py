@@ -15,7 +15,7 @@ import onnx_ir as ir
 import pytest
 from click.testing import CliRunner
 from onnx import ModelProto, TensorProto, helper
-from test_expand import FEED, INIT, WANT, init, model_of, plain_run
+from test_expand import FEED, INIT, WANT, branch, init, model_of, plain_run
 
 import moe_onnx
 from moe_onnx.cli import main
@@ -545,3 +545,22 @@ def test_help_has_every_pass() -> None:
         assert all(f":{option} " in told for option in one.options)
     assert "Examples:" in told
     assert "Exit codes:" in told
+
+
+def test_a_branch_in_a_branch_of_a_constant_does_not_end_the_process() -> None:
+    """As onnxruntime 1.32 does that folds it, and would here."""
+    z = helper.make_tensor_value_info("z", FLOAT, [None, None])
+    branches = {"then_branch": branch("g", "t", "a"), "else_branch": branch("g", "t", "b")}
+    inner = helper.make_node("If", ["yes"], ["z"], "inner", **branches)
+    yes = helper.make_node("Constant", [], ["yes"], value=onnx.numpy_helper.from_array(np.array(True)))
+    outer = helper.make_node(
+        "If",
+        ["yes"],
+        ["y"],
+        "outer",
+        then_branch=helper.make_graph([inner], "then", [], [z]),
+        else_branch=branch("g", "t", "c"),
+    )
+    done = moe_onnx.rewrite_model(model_of(yes, outer), ["expand"])
+    assert len(done.report.applied) == 3 and done.report.verified
+    assert moe_onnx.validate(done.model, level="run").ok

@@ -50,7 +50,7 @@ def inline_functions(model: ir.Model) -> None:
                 differs = _differing(function, domain, version, here)
                 if differs:
                     raise ModelError(
-                        f"differentiate: function '{function.domain}::{function.name}' is written for opset "
+                        f"Function '{function.domain}::{function.name}' is written for opset "
                         f"{version} of {domain or 'ai.onnx'}, the model for {here}, and {differs} differs "
                         "between the two. Make them the same."
                     )

@@ -66,6 +66,8 @@ class ImportedModel(Options):
         if not self.loss:
             raise self.refuse("loss", "a name")
         self.check_int("ignore_index", low=-(2**63))
+        if self.ignore_index >= 2**63:
+            raise self.refuse("ignore_index", "an integer < 2^63")
         self.check_int("vocab_size", low=0)
         self.check_bool("shift")
         for name in ("inputs", "limits", "split", "renamed", "fused", "not_fused"):

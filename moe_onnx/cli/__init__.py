@@ -123,7 +123,7 @@ def export(assembly: str, optimize_for: str, output: Path, from_hf: Path | None,
 @click.option(
     "--tokenizer",
     type=click.Path(path_type=Path, exists=True),
-    help="Folder with tokenizer.json. Default: that of the checkpoint the model comes from.",
+    help="Folder with tokenizer.json. Default: that of the run, or of the checkpoint the model comes from.",
 )
 @click.option("--tokens", type=FILE, help="Train on the token ids of a .npy or .bin file.")
 @click.option("--dtype", type=click.Choice(BIN_DTYPES), help="Of a .bin file; default: uint16.")
@@ -205,7 +205,8 @@ def train(
             f"moe-onnx train trains language models, and this is none: {missing}. Train it by "
             "moe_onnx.TrainingSession."
         )
-    reader = None if text is None else huggingface.tokenizer_of(tokenizer, built)
+    run_of = output if resume else None
+    reader = None if text is None else huggingface.tokenizer_of(tokenizer, built, run_of)
     if text is not None and reader is None and (known := built.manifest.config["vocab_size"]) != 256:
         CONSOLE.print(
             f"{text}: its bytes are the tokens, and the model knows {known:,} (give its --tokenizer)",

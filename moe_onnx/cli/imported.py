@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +91,7 @@ def train_graph(
     if model.resolve().parent == out.resolve() and model.stem in ASSEMBLIES:
         raise OptionError(f"{out}: holds {model.name}, which would be overwritten. Give another folder.")
     decay: dict[str, Any] = {} if weight_decay is None else {"weight_decay": weight_decay}
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", UserWarning)
+    with _warnings_printed():
         graph = training_graph_from(
             model,
             loss=loss,
@@ -100,14 +101,24 @@ def train_graph(
             output=of,
             **rest,
         )
-    for one in said:
-        ERRORS.print("[bold yellow]warning:[/] ", end="")
-        ERRORS.print(str(one.message), markup=False)
     graph.save(out)
     graphs.print_graphs(graph)
     _print_layers(ImportedModel.from_dict(graph.manifest.config))
     _print_changes(ImportedModel.from_dict(graph.manifest.config))
     CONSOLE.print(f"written to {out}", markup=False)
+
+
+@contextmanager
+def _warnings_printed() -> Iterator[None]:
+    """Print warnings of what is done inside, also of what fails: they may say why."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            yield
+        finally:
+            for one in said:
+                ERRORS.print("[bold yellow]warning:[/] ", end="")
+                ERRORS.print(str(one.message), markup=False)
 
 
 def _print_layers(config: ImportedModel) -> None:

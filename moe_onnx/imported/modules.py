@@ -21,17 +21,45 @@ _TURNED = ("Cast", "Concat", "Identity", "Reshape", "Squeeze", "Transpose", "Uns
 _LEGACY = re.compile(r"^/(.+)/[^/]+$")
 
 
+_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+_FOLDED = "pkg.onnxscript.optimizer.folded_from"
+_SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+def is_parameter(value: ir.Value) -> bool | None:
+    """Whether an initializer is a parameter, a buffer or a constant; None where the exporter does not say."""
+    kind = value.metadata_props.get(_KIND)
+    return None if kind is None else kind == "PARAMETER"
+
+
+def computed_from(value: ir.Value, *, all_of_them: bool = False) -> list[str]:
+    """The initializers that the exporter has computed one from; without those of made-up names."""
+    names = _list(value.metadata_props.get(_FOLDED)) or []
+    return [name for name in names if all_of_them or not MADE_UP.match(name)]
+
+
+def _list(text: str | None) -> list[str] | None:
+    try:
+        found = ast.literal_eval(text or "")
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+    is_names = isinstance(found, list) and all(isinstance(one, str) for one in found)
+    return found if is_names else None
+
+
+def says_modules(node: ir.Node) -> bool:
+    """Whether a node says of which modules it is, the same for each call of one.
+
+    ``dynamo=False`` puts modules into names of nodes, numbered by call: ``/fc/Gemm``, ``/fc_1/Gemm``.
+    """
+    return _SCOPES in node.metadata_props
+
+
 def modules_of(node: ir.Node) -> list[str]:
     """The names of the modules a node is in, outermost first; empty where nothing says so."""
-    text = node.metadata_props.get("pkg.torch.onnx.name_scopes")
-    if text is not None:
-        try:
-            scopes = ast.literal_eval(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            return []
-        if isinstance(scopes, list) and all(isinstance(one, str) for one in scopes):
-            return [one for one in scopes[:-1] if one]
-        return []
+    if says_modules(node):
+        scopes = _list(node.metadata_props[_SCOPES]) or []
+        return [one for one in scopes[:-1] if one]
     if MARK in node.metadata_props:
         return []  # a pass has given it its name
     found = _LEGACY.match(node.name or "")

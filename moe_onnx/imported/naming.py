@@ -10,7 +10,17 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from moe_onnx.imported.modules import BUFFERS, MADE_UP, is_experts, kind_of, modules_of, owns
+from moe_onnx.imported.modules import (
+    BUFFERS,
+    MADE_UP,
+    computed_from,
+    is_experts,
+    is_parameter,
+    kind_of,
+    modules_of,
+    owns,
+    says_modules,
+)
 from moe_onnx.imported.weights import read, sizes_of
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
@@ -39,9 +49,17 @@ class Weights:
     def is_weight(self, weight: Weight) -> bool:
         """The rule for what is trained where nobody says otherwise.
 
-        Floats that are no scalars, no buffer of a known name, and that have a name of their own or are
-        what a product or lookup reads as its matrix.
+        What the exporter calls a parameter. Where it does not say: floats that are no scalars, no buffer of
+        a known name, and that have a name of their own, are what a product or lookup reads as its matrix,
+        or were computed from a parameter.
         """
+        if (said := is_parameter(weight.value)) is not None:
+            return said
+        if (sources := computed_from(weight.value)) and not MADE_UP.search(weight.name):
+            is_named = weight.name in self.renamed or any(_of_module(name) for name in sources)
+            return is_named or _is_matrix(weight.value)
+        if any(_of_module(name) for name in sources):
+            return True
         if not len(weight.tensor.shape) or BUFFERS.search(weight.name):
             return False
         original = self.renamed.get(weight.name, weight.name)
@@ -62,23 +80,61 @@ def find_weights(model: ir.Model, known: Known | None = None) -> Weights:
     graph, done = model.graph, Weights()
     for value in _float_initializers(graph):
         _split_merged(graph, value, done)
-    made_up = [value for value in _float_initializers(graph) if MADE_UP.search(str(value.name))]
+    made_up = [value for value in _float_initializers(graph) if _is_made(value)]
     names = {str(value.name) for value in graph.initializers.values()}
     for value in _float_initializers(graph):
         if value not in made_up:
             assert value.const_value is not None
             done.found[str(value.name)] = Weight(str(value.name), value, value.const_value)
-    lost = []
+    lost, is_optimized = [], any(computed_from(value) for value in made_up)
     for value in made_up:
         hint = None if known is None else known.get(str(value.name))
-        lost += [] if _rename(graph, value, done, names, hint) else [f"'{value.name}'"]
+        lost += [] if _rename(graph, value, done, names, hint) else [f"'{value.name}'{_made_of(value)}"]
     if lost:
         warnings.warn(
             f"{len(lost)} weights have made-up names, and nothing says which parameters they are: "
             f"{', '.join(lost[:4])}. They are trained so. Export with optimize=False to keep names.",
             stacklevel=4,
         )
+    shared = {name: _modules_alike(weight.value) for name, weight in done.found.items() if is_optimized}
+    several = [f"'{name}' by {', '.join(read)}" for name, read in shared.items() if len(read) > 1]
+    if several:
+        warnings.warn(
+            f"{len(several)} weights are read by several modules: {'; '.join(several[:4])}. Either they are "
+            "tied, or the exporter merged parameters of equal values: they are trained as one. Export with "
+            "optimize=False to keep apart what is not tied.",
+            stacklevel=4,
+        )
     return done
+
+
+def _of_module(name: str) -> bool:
+    """Whether a name is that of a module's weight; values of a trace are ``div``, ``arange_5``."""
+    return "." in name and not BUFFERS.search(name)
+
+
+def _is_made(value: ir.Value) -> bool:
+    """Whether an initializer is none of the model's own, but what an exporter made of such."""
+    return bool(MADE_UP.search(str(value.name)) or computed_from(value))
+
+
+def _made_of(value: ir.Value) -> str:
+    sources = computed_from(value)
+    return f" (computed from {', '.join(sources)})" if sources else ""
+
+
+def _modules_alike(value: ir.Value) -> list[str]:
+    """The modules that read a matrix in the same way, where there are several."""
+    readers: dict[str, dict[str, None]] = {}
+    waiting = list(value.uses())
+    while waiting:
+        use = waiting.pop(0)
+        if use.node.op_type == "Transpose" and not use.node.domain:
+            waiting += use.node.outputs[0].uses()
+        elif _READ_AS_WEIGHT.get(use.node.op_type) == use.idx and says_modules(use.node):
+            how = "lookup" if use.node.op_type.startswith("Gather") else "product"
+            readers.setdefault(how, {}).update(dict.fromkeys(modules_of(use.node)[-1:]))
+    return next((list(modules) for modules in readers.values() if len(modules) > 1), [])
 
 
 def _float_initializers(graph: ir.Graph) -> list[ir.Value]:
@@ -92,14 +148,15 @@ def _split_merged(graph: ir.Graph, value: ir.Value, done: Weights) -> None:
     assert tensor is not None
     for use in list(value.uses()):
         out = use.node.outputs[0]
-        is_alias = use.node.op_type == "Identity" and "." in name and "." in str(out.name)
+        is_alias = use.node.op_type == "Identity" and _is_parameters(name) and _is_parameters(str(out.name))
         # torch.onnx.export(dynamo=False) leaves an Identity from the parameter kept to each merged one.
         if is_alias and str(out.name) not in graph.initializers and not out.is_graph_output():
             _new_parameter(graph, value, str(out.name), list(out.uses()), done)
-            graph.remove(use.node, safe=False)
+            graph.remove(use.node, safe=True)
     if "." not in name or not _may_be_merged(tensor, name):
         return
-    uses = [(use, modules_of(use.node)) for use in value.uses()]
+    # A module that is called twice is another one by names of nodes; there, Identities say what was merged.
+    uses = [(use, modules_of(use.node)) for use in value.uses() if says_modules(use.node)]
     if not any(modules and owns(modules, name) for _, modules in uses):
         return  # read by others only: a module around it, which is no other parameter
     others: dict[str, list[Use]] = {}
@@ -112,12 +169,22 @@ def _split_merged(graph: ir.Graph, value: ir.Value, done: Weights) -> None:
             _new_parameter(graph, value, other, several, done)
 
 
+def _is_parameters(name: str) -> bool:
+    return "." in name or bool(MADE_UP.search(name))
+
+
 def _new_parameter(graph: ir.Graph, value: ir.Value, name: str, uses: list[Use], done: Weights) -> None:
     for use in uses:
         for out in use.node.outputs:
             if out.name == name:
                 out.name = f"{name}/value"
-    new = ir.Value(name=name, type=value.type, shape=value.shape, const_value=value.const_value)
+    new = ir.Value(
+        name=name,
+        type=value.type,
+        shape=value.shape,
+        const_value=value.const_value,
+        metadata_props=dict(value.metadata_props),
+    )
     graph.register_initializer(new)
     for use in uses:
         use.node.replace_input_with(use.idx, new)
@@ -165,7 +232,7 @@ def _rename(
     plain = Weight(original, value, tensor)
     if not _is_matrix(value):
         done.found[original] = plain
-        return True  # no weight: an epsilon, a table of positions
+        return not done.is_weight(plain)  # an epsilon, a table of positions
     if hint is not None and is_experts(value):
         return _call(graph, value, done, names, *hint)
     modules = {tuple(modules_of(use.node)) for use in uses}
@@ -175,7 +242,10 @@ def _rename(
     if tied is not None:  # an embedding, and the output projection that reads its transpose
         _turn(graph, value, tied)
         return True
-    if len(modules) != 1 or not module:
+    sources = computed_from(value)
+    if is_turned and len(sources) == 1 == len(computed_from(value, all_of_them=True)):
+        return _call(graph, value, done, names, sources[0], is_turned)
+    if len(modules) != 1 or not module or not MADE_UP.search(original):
         done.found[original] = plain
         return False
     return _call(graph, value, done, names, f"{module[-1]}.weight", is_turned)
@@ -193,6 +263,8 @@ def _call(
         name = f"{base}_{number}"
     names.add(name)
     done.renamed[name] = original
+    if original in done.split:
+        done.split[name] = done.split.pop(original)
     if not is_turned:
         del graph.initializers[original]
         value.name = name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import onnx
@@ -11,36 +10,52 @@ from onnx_ir.passes import common as passes
 
 from moe_onnx.autodiff.bodies import inline_functions
 from moe_onnx.build.draft import IR_VERSION, OPSET
-from moe_onnx.errors import ModelError, ModelFileError
+from moe_onnx.errors import ModelError
+from moe_onnx.rewrite.passes import check_valid
 from moe_onnx.spec import DOMAIN
 
 OLDEST_OPSET = 18  # that gradient rules can write for
 _SMALL = 1 << 10  # bytes: what is larger is a weight, which no converter has to see
 
 
-def read_model(model: onnx.ModelProto | str | os.PathLike[str], folder: Path | None = None) -> ir.Model:
+def check_readable(model: onnx.ModelProto) -> None:
+    """See that a model is valid ONNX, of an opset that onnx knows, and that onnx-ir reads all of it.
+
+    Raises:
+        ModelError: If it is not.
+    """
+    newest = onnx.defs.onnx_opset_version()
+    for entry in model.opset_import:
+        if entry.domain in ("", "ai.onnx") and entry.version > newest:
+            raise ModelError(
+                f"The model must be of an opset that onnx {onnx.__version__} knows, up to {newest}, "
+                f"got {entry.version}. Export it again for opset {newest}, or install a newer onnx."
+            )
+    check_valid(model, "The model is not valid ONNX")
+    for tensor in model.graph.sparse_initializer:
+        raise ModelError(
+            f"Initializers must be dense, got '{tensor.values.name}' as a sparse tensor. Export it dense."
+        )
+
+
+def read_model(model: onnx.ModelProto, folder: Path | None = None) -> ir.Model:
     """Read a model; tensors in external files stay there.
 
     Args:
-        model: The model or its path.
-        folder: Where the external files of a ``ModelProto`` are, if it has some.
+        model: The model.
+        folder: Where its external files are, if it has some.
 
     Raises:
-        ModelFileError: If there is no such file, or it is no model.
-        ModelError: If its functions, or its opset, cannot be brought to those of a training graph.
+        ModelError: If the model, its functions, or its opset, cannot be brought to those of a training graph.
     """
-    if isinstance(model, onnx.ModelProto):
+    try:
         found = ir.from_proto(model)
-        if folder is not None:
-            ir.external_data.set_base_dir(found.graph, folder)
-    else:
-        path = Path(model)
-        if not path.is_file():
-            raise ModelFileError(f"{path}: there is no such file. Give the path of an ONNX model.")
-        try:
-            found = ir.load(path)
-        except Exception as error:  # protobuf's, onnx's, and what broken graphs make onnx-ir raise
-            raise ModelFileError(f"{path}: this is no ONNX model ({error}).") from error
+    except Exception as error:  # what broken tensors make onnx-ir raise; the last cause is what is wrong
+        raise ModelError(
+            f"The model cannot be read: {_cause(error)}. See what moe-onnx validate says of it."
+        ) from error
+    if folder is not None:
+        ir.external_data.set_base_dir(found.graph, folder)
     graph, imports = found.graph, found.graph.opset_imports
     if "ai.onnx" in imports:  # the other name of the standard domain
         imports[""] = imports.pop("ai.onnx")
@@ -59,6 +74,23 @@ def read_model(model: onnx.ModelProto | str | os.PathLike[str], folder: Path | N
     return found
 
 
+def _cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().rstrip(".")
+
+
+def of_known_opset(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A model in an opset that layers can be fused in, if onnx can convert it; else as it is."""
+    versions = [entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")]
+    if model.functions or not versions or versions[0] >= OLDEST_OPSET:
+        return model
+    try:
+        return ir.to_proto(_converted(ir.from_proto(model)))
+    except ModelError:
+        return model  # whoever trains it says so
+
+
 def _converted(model: ir.Model) -> ir.Model:
     """The model in the opset of this package's own graphs; weights are put aside, and keep their place."""
     graph, version = model.graph, model.graph.opset_imports[""]
@@ -70,13 +102,19 @@ def _converted(model: ir.Model) -> ir.Model:
             value.const_value = None
             del graph.initializers[name]
             graph.inputs.append(value)
+    before = ir.to_proto(model)
     try:
-        proto = onnx.version_converter.convert_version(ir.to_proto(model), OPSET)
+        proto = onnx.version_converter.convert_version(before, OPSET)
     except Exception as error:  # RuntimeError, and onnx's own
         raise ModelError(
             f"The model is of opset {version}, and onnx cannot convert it to opset {OPSET}: "
             f"{str(error).strip()}. Export it again with opset {OLDEST_OPSET} or newer."
         ) from error
+    known = {info.name for info in before.graph.value_info}
+    for info in proto.graph.value_info:
+        dims = info.type.tensor_type.shape.dim
+        if info.name not in known and any(dim.dim_param.startswith("unk__") for dim in dims):
+            info.type.tensor_type.ClearField("shape")  # the converter's own names: others know more
     done = ir.from_proto(proto)
     for value in [value for value in done.graph.inputs if value.name in weights]:
         done.graph.inputs.remove(value)

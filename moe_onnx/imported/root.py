@@ -61,6 +61,9 @@ def _output(graph: ir.Graph, values: dict[str, ir.Value], loss: str, output: str
         raise OptionError(f"output: the model has no value '{output}'.{hint}")
     else:
         value = values[output]
+        if value.producer() is None:
+            what = "a weight" if value.is_initializer() else "an input"
+            raise OptionError(f"output must be what the model computes, got '{output}', which is {what}.")
     if value.dtype not in FLOATS:
         raise OptionError(f"output: '{value.name}' must be floats, got {value.dtype}.")
     if loss == CROSS_ENTROPY and len(shape_of(value)) < 2:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
@@ -14,13 +16,16 @@ _ROUNDS = 8  # more shapes are known after each
 
 def simplify(model: ir.Model) -> None:
     """Fold sizes, leave out what changes nothing, and let sequences of slices be slices."""
+    failed = infer(model)
     for _ in range(_ROUNDS):
         notes = Notes(NAME)
         fold_once(model, {}, notes)
-        passes.LiftConstantsToInitializersPass(lift_all_constants=False)(model)
-        infer(model)
         if not notes.done:
             break
+        passes.LiftConstantsToInitializersPass(lift_all_constants=False)(model)
+        failed = infer(model)
+    if failed:
+        warnings.warn(f"Types and shapes in the model are not known, as onnx says: {failed}.", stacklevel=4)
     cast_plainly(model.graph)
 
 

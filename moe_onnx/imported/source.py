@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,6 +74,15 @@ def prepare(
     names = _freed_names(graph, values, [weight.name for weight in weights], root)
     halves = {w.tensor.dtype for w in weights} & {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
     dtype = "float16" if ir.DataType.FLOAT16 in halves else "bfloat16" if halves else "float32"
+    products = [
+        n for n in graph if n.op_type in ("MatMul", "Gemm") and n.outputs[0].dtype == ir.DataType.BFLOAT16
+    ]
+    if products:
+        warnings.warn(
+            "The model computes in bfloat16, and onnxruntime has no products of it for a CPU: its graphs run "
+            "only on a device that has. Export it in float32, or float16, to train it on a CPU.",
+            stacklevel=3,
+        )
     logits = root if is_builtin(loss) else None
     limits = _limits(graph)
     dims = sizes(root)
@@ -110,7 +120,7 @@ def _names_before(given: Fused, found: ir.Model) -> Known | None:
     """What made-up names of experts' weights mean: nodes that fuse has made do not say of which module."""
     if given.before is None or not has_lost_experts(found):
         return None
-    before = read_model(given.before)
+    before = read_model(given.before, given.folder)
     simplify(before)
     return known_before(before)
 
@@ -118,6 +128,10 @@ def _names_before(given: Fused, found: ir.Model) -> Known | None:
 def _dtype(value: ir.Value) -> str:
     if value.dtype is None or not isinstance(value.type, ir.TensorType):
         raise ModelError(f"Input '{value.name}' is no tensor ({value.type}). Training feeds tensors only.")
+    if value.dtype == ir.DataType.UNDEFINED:
+        raise ModelError(
+            f"Input '{value.name}' must have an element type, got none. Give it one in the model."
+        )
     return str(value.dtype.numpy().name)
 
 
@@ -201,12 +215,34 @@ def _make_inputs(graph: ir.Graph, weights: Sequence[Weight]) -> None:
             graph.inputs.append(old)
             continue
         new = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=old.shape)
+        graph.inputs.append(new)
+        _look_up_first(graph, old, new)
+        if not old.uses():
+            continue
         node = ir.Node("", "Cast", [new], [ir.AttrInt64("to", int(old.dtype or 0))], name=f"{name}/cast")
         graph.insert_before(graph[0], node)
         ir.convenience.replace_all_uses_with(old, node.outputs[0])
         node.outputs[0].name = f"{name}/{weight.tensor.dtype.name.lower()}"
         node.outputs[0].type, node.outputs[0].shape = old.type, old.shape
-        graph.inputs.append(new)
+
+
+def _look_up_first(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
+    """Cast the rows that are looked up, not the whole table: onnxruntime adds up no gradient in 16 bits."""
+    for use in list(old.uses()):
+        node = use.node
+        if node.op_type not in ("Gather", "GatherND") or node.domain or use.idx or node.graph is not graph:
+            continue
+        out = node.outputs[0]
+        if out.is_graph_output():
+            continue
+        cast = ir.Node("", "Cast", [out], [ir.AttrInt64("to", int(old.dtype or 0))], name=f"{node.name}/cast")
+        made, name = cast.outputs[0], out.name
+        made.type, made.shape = out.type, out.shape
+        ir.convenience.replace_all_uses_with(out, made)
+        cast.replace_input_with(0, out)
+        node.replace_input_with(0, new)
+        graph.insert_after(node, cast)
+        out.name, out.type, made.name = f"{name}/float32", ir.TensorType(ir.DataType.FLOAT), name
 
 
 def _load_constants(graph: ir.Graph, frozen: Sequence[Weight]) -> None:

@@ -21,9 +21,11 @@ from moe_onnx.build.training_graph import TrainingGraph, checked_choices, finish
 from moe_onnx.errors import GradientError, ModelError, OptionError
 from moe_onnx.imported.fusing import Fused, fused
 from moe_onnx.imported.losses import add_loss
+from moe_onnx.imported.reading import check_readable
 from moe_onnx.imported.root import shape_of
 from moe_onnx.imported.source import Source, prepare
 from moe_onnx.spec import DOMAIN, VERSION
+from moe_onnx.validation.subject import Options, Subject, open_subject
 
 _DOC = "A training graph of an imported model. Whoever trains has to see that loss and grad_norm are finite."
 
@@ -66,10 +68,10 @@ def training_graph_from(
             ``"cross-entropy"`` (of logits, held against a further input ``labels``), or
             ``"mean-squared-error"`` (of an output, held against a further input ``target``).
         params: Names, or patterns (``fnmatch``), of what to train; with ``!`` in front, of what not to.
-            None: all weights that the loss depends on. Weights are float initializers that are no scalars,
-            no buffers by their names (``inv_freq``, ``running_mean``, masks, ...), and have names of
-            their own or are a matrix of a product or lookup. Patterns choose among weights, full names any
-            float initializer.
+            None: all weights that the loss depends on. Weights are what the export calls parameters; where
+            it does not say, float initializers that are no scalars, no buffers by their names (``inv_freq``,
+            ``running_mean``, ...), and have names of their own or are a matrix of a product or lookup.
+            Patterns choose among weights, full names any float initializer.
         assembly: As of :func:`moe_onnx.build_training_graph`; ``forward`` gives the model's own outputs but
             its loss. None: ``grad+apply+eval``, and ``forward`` where there are such outputs.
         optimizer: :class:`AdamW` (the default) or :class:`SGD`.
@@ -87,14 +89,15 @@ def training_graph_from(
     Raises:
         OptionError: If there is no such loss or output, or it is no float scalar, or a pattern matches none.
         GradientError: If the model cannot be differentiated: the first node that blocks, the path to it.
-        ModelError: If the model cannot be brought to the form of a training graph.
+        ModelError: If the model is not valid ONNX, or cannot be brought to the form of a training graph.
         ModelFileError: If there is no such file, or it is no model.
         CheckpointError: If a weight in an external file cannot be read.
         ConfigError: If assembly, optimizer or optimize_for is none of the legal ones.
 
     Warns:
         UserWarning: If fused layers could not be verified, and stay as they were; if experts are missing, or
-            a loop has as many turns as in a trace; if weights have lost their names for good.
+            a loop has as many turns as in a trace; if weights have lost their names for good, or several
+            modules read a matrix that may be merged; if types in the model contradict each other.
     """
     names, optimizer = checked_choices(
         "training_graph_from", "grad+apply+eval" if assembly is None else assembly, optimizer, optimize_for
@@ -102,8 +105,10 @@ def training_graph_from(
     if not isinstance(fuse, bool):
         raise OptionError(f"fuse must be True or False, got {fuse!r}.")
     chosen = [params] if isinstance(params, str) else params
+    subject = open_subject(model, Options())
+    check_readable(subject.model)
     with _names_kept(model):
-        given = fused(model) if fuse else Fused(model)
+        given = fused(subject) if fuse else Fused(subject.model, subject.folder)
         source = prepare(
             given, loss=loss, params=chosen, output=output, ignore_index=ignore_index, shift=shift
         )
@@ -113,7 +118,7 @@ def training_graph_from(
             drafts = {name: _ImportedDraft(name, source, optimizer, optimize_for) for name in names}
         dispatch = {"kind": "none", "mode": "dropless", "expert_capacity": 0, "active_num": 0}
         graph = finished(drafts, dispatch, optimize_for, source.weights)
-    _warn_of_traces(model)
+    _warn_of_traces(subject)
     return graph
 
 
@@ -247,15 +252,13 @@ def _ancestors(roots: Sequence[ir.Value]) -> set[ir.Value]:
     return found
 
 
-def _warn_of_traces(model: onnx.ModelProto | str | os.PathLike[str]) -> None:
+def _warn_of_traces(subject: Subject) -> None:
     """Say what a trace has lost: such a model trains, but it is not the one that was exported."""
     from moe_onnx.validation import families
     from moe_onnx.validation.findings import Finding
     from moe_onnx.validation.hazards.foreign import experts, fixed_loops
-    from moe_onnx.validation.subject import Options, open_subject
 
     families.load()
-    subject = open_subject(model, Options("static", "", None, 0))
     for check in (experts, fixed_loops):
         for finding in check(subject):
             if isinstance(finding, Finding):

@@ -83,14 +83,14 @@ def apply_passes(model: ModelProto, passes: Sequence[str | Pass]) -> Applied:
     chosen = chosen_passes(passes)
     named = tuple(":".join((one.name, "+".join(options))).rstrip(":") for one, options in chosen)
     done = Applied(model, PassReport(named))
-    _check(model, "The model is not valid ONNX, and is not rewritten")
+    check_valid(model, "The model is not valid ONNX, and is not rewritten")
     for one, options in chosen:
         notes = Notes(one.name, options)
         made = one.apply(copied(done.model), notes)
         done.report.skipped += notes.left
         if not notes.done:
             continue
-        _check(made, f"Pass {one.name!r} made a model that is not valid ONNX; {DEFECT}")
+        check_valid(made, f"Pass {one.name!r} made a model that is not valid ONNX; {DEFECT}")
         done.report.applied += notes.done
         done.model = made
         done.tolerance = _sum(done.tolerance, one.tolerance)
@@ -102,8 +102,12 @@ def _sum(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, f
     return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in {*first, *second}}
 
 
-def _check(model: ModelProto, what: str) -> None:
-    """By onnx's checker, which would read all external data: it gets a copy without data."""
+def check_valid(model: ModelProto, what: str) -> None:
+    """Check a model by onnx's checker, which would read all external data: it gets a copy without data.
+
+    Raises:
+        ModelError: If it refuses the model; ``what`` is what the message begins with.
+    """
     light = light_copy(model)
     import_domains(light)  # runtimes do not ask for these
     for scope in scopes(light):

@@ -121,10 +121,25 @@ def _rename(nodes: Iterable[NodeProto], renamed: dict[str, str]) -> None:
                     value.name = inside.get(value.name, value.name)
 
 
+# Attributes that make floats of 32 bits where they are not given.
+_DEFAULTS = {
+    "ConstantOfShape": ("value", helper.make_tensor("value", _DOUBLE, [1], [0.0])),
+    "RandomNormal": ("dtype", _DOUBLE),
+    "RandomUniform": ("dtype", _DOUBLE),
+    "BlackmanWindow": ("output_datatype", _DOUBLE),
+    "HammingWindow": ("output_datatype", _DOUBLE),
+    "HannWindow": ("output_datatype", _DOUBLE),
+}
+
+
 def _lift_nodes(nodes: Iterable[NodeProto], names: set[str]) -> None:
     for node in nodes:
         for attr in node.attribute:
             _lift_attribute(node, attr, names)
+        if node.domain in ("", "ai.onnx") and node.op_type in _DEFAULTS:
+            name, value = _DEFAULTS[node.op_type]
+            if not any(attr.name == name for attr in node.attribute):
+                node.attribute.append(helper.make_attribute(name, value))
 
 
 def _lift_attribute(node: NodeProto, attr: AttributeProto, names: set[str]) -> None:

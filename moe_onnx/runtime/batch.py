@@ -107,8 +107,8 @@ def _default(
         shape = [sizes["tokens"][0] if dim == "tokens" else int(dim) for dim in info.shape]
         return np.random.default_rng(seed).standard_normal(shape, np.float32)
     if ids is not None and ids.ndim == len(info.shape):
-        if info.name == "labels" and ids.dtype == info.dtype:
-            return ids
+        if info.name == "labels" and np.can_cast(ids.dtype, info.dtype, "safe"):
+            return ids.astype(info.dtype, copy=False)
         if info.name == "attention_mask":
             return np.ones(ids.shape, info.dtype)
     given = ", ".join(done) or "none"
@@ -127,14 +127,25 @@ def _converted(value: Any, info: TensorInfo) -> Array:
         array.dtype != bool or info.name == "attention_mask"
     )
     exact = exact and (array.dtype.kind in "iub") == (wanted.kind in "iub")
+    exact = exact or _fits(array, wanted, is_mask=info.name == "attention_mask")
     if not hasattr(value, "dtype") and wanted.kind == "f" and array.dtype.kind in "iuf":
         exact = True  # Python's own numbers have no precision to lose on purpose
     if not exact:
         raise BatchError(
-            f"Batch input '{info.name}' must be {wanted}, or what widens to it exactly, got {array.dtype}. "
+            f"Batch input '{info.name}' must be {wanted}, or what is exact in it, got {array.dtype}. "
             "Convert it with .astype if that is what you mean."
         )
     return np.ascontiguousarray(array, wanted).reshape(array.shape)
+
+
+def _fits(array: Array, wanted: np.dtype[Any], *, is_mask: bool) -> bool:
+    """Whether signed integers are the same ones in a narrower type; of a mask, also as truths."""
+    if array.dtype.kind != "i" or not array.size:
+        return False
+    least, most = int(array.min()), int(array.max())
+    if wanted.kind == "b":
+        return is_mask and least >= 0 and most <= 1
+    return wanted.kind == "i" and np.iinfo(wanted).min <= least and most <= np.iinfo(wanted).max
 
 
 def _check_shape(array: Array, info: TensorInfo, sizes: dict[str, tuple[int, str]]) -> None:

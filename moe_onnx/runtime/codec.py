@@ -45,7 +45,7 @@ class ByteCodec:
             if value >= self.vocab_size:
                 raise OptionError(
                     f"prompt: its bytes must be token ids in [0, {self.vocab_size}), got {value} at position "
-                    f"{position}. Give token ids instead."
+                    f"{position}. Give the tokenizer of the model, or token ids."
                 )
         return ids
 

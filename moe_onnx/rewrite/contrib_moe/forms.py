@@ -9,7 +9,7 @@ kernel wants in another order is turned by nodes, once, when a session is made, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,10 +121,16 @@ def match(node: ir.Node) -> Layer:
         raise NotThis(node, "has no probs: experts weigh their rows themselves")
     for value in (dispatch.tokens, rows, probs):
         if value is None or value.dtype != ir.DataType.FLOAT:
-            raise NotThis(node, f"the CPU kernel is of float32, this is of {value and value.dtype}")
+            raise NotThis(node, _not_float32(None if value is None else value.dtype))
     check_never_negative(probs, node)
     assert rows is not None
     return Layer(dispatch, node, *_experts(rows, node, dispatch))
+
+
+def _not_float32(dtype: ir.DataType | None) -> str:
+    if dtype == ir.DataType.FLOAT16:
+        return "is of FLOAT16: logarithms of its weights, which MoE takes, would lose their digits"
+    return f"is of {dtype or 'a type that is not known'}, which onnxruntime's CPU kernel does not take"
 
 
 def _experts(rows: ir.Value, at: ir.Node, dispatch: Dispatch) -> tuple[list[Products], Products, Activation]:
@@ -185,22 +191,14 @@ def replace(graph: ir.Graph, layer: Layer, names: set[str]) -> str:
         if kind.limit is not None:
             attributes["swiglu_limit"] = kind.limit
     inputs = [layer.dispatch.tokens, scores, up, up_bias, down, down_bias]
-    y = _node(e, inputs if down_bias is not None else inputs[:5], attributes)
+    y = e.op("MoE", *(inputs if down_bias is not None else inputs[:5]), **attributes)
+    e.nodes[-1].domain = CONTRIB
     done = e.op("Mul", y, total, name="output")
     for one in e.nodes:
         one.metadata_props[MARK] = NAME
     put(graph, e, node, [(node.outputs[0], done)], [node])
     how = ", its first weight interleaved" if turned else ""
     return f"{experts} experts, {top_k} a token, {kind.name}: com.microsoft MoE{how}"
-
-
-def _node(e: Inserter, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> ir.Value:
-    attrs = ir.convenience.convert_attributes(dict(attributes))
-    node = ir.Node(CONTRIB, "MoE", inputs, attrs, num_outputs=1)
-    node.name = e.fresh(f"{e.prefix}/MoE")
-    node.outputs[0].name = e.fresh(node.name, also=node.name)
-    e.nodes.append(node)
-    return node.outputs[0]
 
 
 CONTRIB_MOE = Pass(

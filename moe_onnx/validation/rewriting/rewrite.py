@@ -18,7 +18,7 @@ from moe_onnx.rewrite.passes import apply_passes, chosen_passes
 from moe_onnx.validation.findings import write_beside
 from moe_onnx.validation.rewriting.data import bring_data
 from moe_onnx.validation.rewriting.verify import verify as verify_by_running
-from moe_onnx.validation.subject import Options, open_subject
+from moe_onnx.validation.subject import Options, Subject, open_subject
 
 NOT_NEEDED = "nothing was rewritten, so nothing was run"
 
@@ -101,7 +101,20 @@ def rewrite_model(
         ModelError: If the model, or one that a pass made, is not valid.
     """
     chosen_passes(passes)
-    subject = open_subject(model, Options(seed=seed))
+    return rewrite_opened(
+        open_subject(model, Options(seed=seed)), passes, verify=verify, inputs=inputs, seed=seed
+    )
+
+
+def rewrite_opened(
+    subject: Subject,
+    passes: Sequence[str | Pass],
+    *,
+    verify: bool = True,
+    inputs: Mapping[str, np.ndarray[Any, Any]] | None = None,
+    seed: int = 0,
+) -> Rewritten:
+    """As :func:`rewrite_model`, of a model that was read."""
     done = apply_passes(subject.model, passes)
     if verify:
         if done.report.applied:

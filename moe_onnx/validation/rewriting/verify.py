@@ -23,9 +23,11 @@ from moe_onnx.validation.run.sessions import (
     ERRORS,
     PLAIN,
     QUIET,
+    WITHOUT_FOLDING,
     Array,
     Outputs,
     Session,
+    has_nested_if,
     make_session,
     refuse_aborting,
     weight_bytes,
@@ -63,12 +65,13 @@ def verify(subject: Subject, done: Applied, *, seed: int, inputs: Mapping[str, A
             subject, f"weights and inputs of {size} bytes are more than {subject.options.max_bytes}"
         )
     made = Subject(done.model, subject.name, subject.path, subject.folder, subject.options)
+    nested = has_nested_if(subject.model) or has_nested_if(made.model)  # both sessions alike
     try:
-        before = _session(subject)
+        before = _session(subject, without_folding=nested)
     except ERRORS as error:
         raise _not_run(subject, f"no session can be made of it: {said(error)}") from error
     try:
-        after = _session(made)
+        after = _session(made, without_folding=nested)
     except ERRORS as error:
         raise VerificationError(
             f"{subject.name}: no session can be made of the rewritten model, and of the one before there "
@@ -87,10 +90,11 @@ def verify(subject: Subject, done: Applied, *, seed: int, inputs: Mapping[str, A
     return lines
 
 
-def _session(subject: Subject) -> Session:
+def _session(subject: Subject, *, without_folding: bool) -> Session:
     """A session of a model, by function bodies, or as the Python ops that it was legalized to."""
     if not any(n.domain == SESSION_DOMAIN for scope in scopes(subject.model) for n in scope.owner.node):
-        return make_session(subject, "body" if uses_domain(subject.model) else PLAIN)
+        route = "body" if uses_domain(subject.model) else PLAIN
+        return make_session(subject, route, without_folding=without_folding)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
@@ -99,7 +103,8 @@ def _session(subject: Subject) -> Session:
     register(options, "python")
     refuse_aborting(subject.model)
     data = subject.model.SerializeToString()
-    session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"], **QUIET)
+    how = QUIET | (WITHOUT_FOLDING if without_folding else {})
+    session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"], **how)
     return Session(session, PLAIN, 1, 0.0, None)
 
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-from onnx import ModelProto, ValueInfoProto, helper
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProto
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from moe_onnx.errors import ModelError, MoeOnnxError
 from moe_onnx.rewrite.legalize import uses_domain
-from moe_onnx.rewrite.notes import scopes
 from moe_onnx.runtime.ort_values import to_numpy, to_ort_value
 from moe_onnx.runtime.routes import why_not
 from moe_onnx.runtime.session import InferenceSession
@@ -32,6 +31,7 @@ _FOLDER = "session.model_external_initializers_file_folder_path"
 
 # A second try with the same provider fails alike, and onnxruntime prints that it makes one.
 QUIET: dict[str, Any] = {"enable_fallback": 0}
+WITHOUT_FOLDING: dict[str, Any] = {"disabled_optimizers": ["ConstantFolding"]}
 
 # Whatever onnxruntime and the operators raise; they have no common base.
 ERRORS: tuple[type[Exception], ...] = (
@@ -111,7 +111,14 @@ def routes(subject: Subject) -> tuple[str, ...]:
     return (*ours, PLAIN) if used and used <= bodies else tuple(ours)
 
 
-def make_session(subject: Subject, route: str, threads: int = 1, extra: Iterable[str] = ()) -> Session:
+def make_session(
+    subject: Subject,
+    route: str,
+    threads: int = 1,
+    extra: Iterable[str] = (),
+    *,
+    without_folding: bool = False,
+) -> Session:
     """A session of the model.
 
     Args:
@@ -119,6 +126,7 @@ def make_session(subject: Subject, route: str, threads: int = 1, extra: Iterable
         route: One of :func:`routes`.
         threads: Of the session.
         extra: Intermediate values of the main graph to be outputs as well.
+        without_folding: Fold no constants; where that may end the process, none are in any case.
 
     Raises:
         Exception: One of :data:`ERRORS`.
@@ -131,37 +139,80 @@ def make_session(subject: Subject, route: str, threads: int = 1, extra: Iterable
     if subject.folder is not None:
         options.add_session_config_entry(_FOLDER, str(subject.folder))
     model = with_outputs(subject.model, extra)
+    how = QUIET | (WITHOUT_FOLDING if without_folding or has_nested_if(model) else {})
     memory, start = PeakMemory(), time.perf_counter()
     if route == PLAIN:
         # Providers are named, as onnxruntime for other devices wants it.
         data = model.SerializeToString()
-        made = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"], **QUIET)
+        made = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"], **how)
     else:
-        made = InferenceSession(model, options, ["CPUExecutionProvider"], kernels=route, **QUIET)
+        made = InferenceSession(model, options, ["CPUExecutionProvider"], kernels=route, **how)
     return Session(made, route, threads, time.perf_counter() - start, memory.growth())
+
+
+def has_nested_if(model: ModelProto) -> bool:
+    """Whether a branch of an If has one inside.
+
+    Where the outer condition is a constant, as it may become, onnxruntime 1.32 folds it, and may end the
+    process by that.
+    """
+    waiting = [(owner.node, False) for owner in (model.graph, *model.functions)]
+    while waiting:
+        nodes, is_inside = waiting.pop()
+        for node in nodes:
+            is_if = node.op_type == "If" and node.domain in ("", "ai.onnx")
+            if is_if and is_inside:
+                return True
+            for attr in node.attribute:
+                inner = [attr.g] if attr.type == AttributeProto.GRAPH else attr.graphs
+                waiting += [(graph.node, is_inside or is_if) for graph in inner]
+    return False
 
 
 def refuse_aborting(model: ModelProto) -> None:
     """Refuse what no error comes of, but the end of the process.
 
     Raises:
-        ModelError: If a node clamps to nothing, which onnxruntime's CPU kernel asserts that none does.
+        ModelError: If a node clamps to nothing, which onnxruntime's CPU kernel asserts that none does; in a
+            function, if a caller gives such a limit.
     """
-    for scope in scopes(model):
-        for node in scope.owner.node:
-            if node.domain != "com.microsoft" or node.op_type not in ("MoE", "QMoE"):
-                continue
-            known = {
-                attr.name: helper.get_attribute_value(attr)
+    functions = {(one.domain, one.name, one.overload): one for one in model.functions}
+    waiting: list[tuple[GraphProto | FunctionProto, dict[str, AttributeProto]]] = [(model.graph, {})]
+    seen: set[tuple[int, tuple[bytes, ...]]] = set()
+    while waiting:
+        owner, given = waiting.pop()
+        key = (id(owner), tuple(attr.SerializeToString(deterministic=True) for attr in given.values()))
+        if key in seen:
+            continue
+        seen.add(key)
+        for node in owner.node:
+            attrs = [
+                (attr, given.get(attr.ref_attr_name) if attr.ref_attr_name else attr)
                 for attr in node.attribute
-                if not attr.ref_attr_name
-            }
-            limit = known.get("swiglu_limit", 0.0)
-            if known.get("activation_type") == b"swiglu" and not limit >= 0:
-                raise ModelError(
-                    f"Node '{node.name or node.output[0]}' ({node.op_type}): swiglu_limit={limit:g} is "
-                    "negative. It is not run, as onnxruntime's CPU kernel ends the process for such a limit."
-                )
+            ]
+            known = {attr.name: value for attr, value in attrs if value is not None}
+            _refuse_limit(node, known)
+            for value in known.values():
+                inner = [value.g] if value.type == AttributeProto.GRAPH else value.graphs
+                waiting += [(graph, given) for graph in inner]
+            called = functions.get((node.domain, node.op_type, node.overload))
+            if called is not None:
+                defaults = {attr.name: attr for attr in called.attribute_proto}
+                named = {*called.attribute, *defaults}
+                own = {name: known[name] for name in sorted(named & known.keys())}
+                waiting.append((called, defaults | own))
+
+
+def _refuse_limit(node: NodeProto, known: Mapping[str, AttributeProto]) -> None:
+    if node.domain != "com.microsoft" or node.op_type not in ("MoE", "QMoE"):
+        return
+    kind = known["activation_type"].s if "activation_type" in known else b""
+    limit = known["swiglu_limit"].f if "swiglu_limit" in known else 0.0
+    if kind == b"swiglu" and not limit >= 0:
+        raise ModelError(
+            f"Node '{node.name or node.output[0]}' ({node.op_type}): swiglu_limit={limit:g} is "
+            "negative. It is not run, as onnxruntime's CPU kernel ends the process for such a limit."
+        )
 
 
 def with_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
