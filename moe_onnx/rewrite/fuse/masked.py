@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, attribute, is_op, producer, put, rank, size
 from moe_onnx.rewrite.fuse.layer import check_tokens
-from moe_onnx.rewrite.fuse.meaning import Meaning, Walk
+from moe_onnx.rewrite.fuse.meaning import Choice, Meaning, Walk
 from moe_onnx.rewrite.fuse.products import product_of
 from moe_onnx.rewrite.fuse.reading import Reader
 from moe_onnx.rewrite.fuse.shapes import is_filled, same_rows
@@ -97,6 +97,8 @@ def _rewrite(graph: ir.Graph, one: Permuted, reader: Reader, e: Inserter) -> str
     gate = None if source is None else reader.now(source.value)
     if gate is not None and gate.dtype != tokens.dtype:
         gate = None
+    if gate is not None:
+        _check_gate(gate, choice, first)
     chosen = _map(e, choice.ids, choice.experts)
     rows, weights, index = e.ops(
         "MoeTokenPermuteWithRoutingMap",
@@ -137,6 +139,11 @@ def _rewrite(graph: ir.Graph, one: Permuted, reader: Reader, e: Inserter) -> str
     return f"tokens permuted by a map of {choice.experts} experts, {choice.top_k} a token: {', '.join(done)}"
 
 
+def _check_gate(gate: ir.Value, choice: Choice, at: ir.Node) -> None:
+    if size(gate, 1) != choice.experts or not same_rows(gate, choice.ids):
+        raise NotThis(at, f"weights '{gate.name}' are not known to be [T, {choice.experts}], as {choice} are")
+
+
 def _map(e: Inserter, ids: ir.Value, experts: int) -> ir.Value:
     shape = e.op("Concat", e.op("Shape", ids, start=0, end=1), e.constant([experts]), axis=0)
     nowhere = e.op("Expand", e.constant(False, np.bool_), shape)
@@ -166,6 +173,7 @@ def _sum(
         if inner is not None and _is_weight(found, one.walk, inner):
             assert found is not None and found.source is not None
             updates, gate = inner, reader.now(found.source.value)
+            _check_gate(gate, one.walk.choice, node)
             break
     updates = instead.get(updates, updates)
     y = e.ops(

@@ -7,17 +7,14 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import attribute, ints, producer, rank, reads, size
+from moe_onnx.rewrite.fuse.floats import FLOATS, is_one_cast
+from moe_onnx.rewrite.fuse.graph import attribute, ints, places, producer, rank, reads, size
 from moe_onnx.rewrite.fuse.grids import grid
 from moe_onnx.rewrite.fuse.meaning import Meaning, Source
 from moe_onnx.rewrite.fuse.shapes import dims, folded, wanted_shape
 
 if TYPE_CHECKING:
     from moe_onnx.rewrite.fuse.reading import Reader
-
-
-# What weights may be cast to, and stay weights.
-FLOATS = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE}
 
 
 def _first(reader: Reader, node: ir.Node) -> Meaning | None:
@@ -37,8 +34,10 @@ def _cast(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     if one.what in ("gate", "pick"):
         if to == given:
             return one
-        if not {to, given} <= FLOATS:
-            return None  # truncated, or whether there is one: weights no more
+        if one.source is None or not {to, given} <= FLOATS:
+            return None  # rows, or truncated, or whether there is one: weights no more
+        if one.cast is not None and not is_one_cast(one.source.value.dtype, one.cast, to):
+            return None  # rounded twice
         return dense(one, value) if one.axes == ("T", "E") else replace(one, cast=to)
     # Numbers of experts and tokens stay what they are.
     return one if to in (ir.DataType.INT32, ir.DataType.INT64) else None
@@ -56,6 +55,8 @@ def _transpose(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None
     if one is None:
         return None
     perm = attribute(node, "perm", None) or range(len(one.axes))[::-1]
+    if sorted(perm) != list(range(len(one.axes))):
+        return None
     return one.turned(tuple(one.axes[i] for i in perm))
 
 
@@ -64,7 +65,9 @@ def _unsqueeze(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None
     if one is None or axes is None:
         return None
     many = len(one.axes) + len(axes)
-    new = {axis % many for axis in axes}
+    new = places(axes, many)
+    if new is None:
+        return None
     old = iter(one.axes)
     return one.turned(tuple("1" if i in new else next(old) for i in range(many)))
 
@@ -76,7 +79,9 @@ def _squeeze(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     axes = ints(reads(node, 1))
     if axes is None:
         return None
-    gone = {axis % len(one.axes) for axis in axes}
+    gone = places(axes, len(one.axes))
+    if gone is None:
+        return None
     for axis in gone:
         letter = one.axes[axis]
         if letter != "1" and not (letter == "K" and one.choice.top_k == 1):
@@ -198,7 +203,10 @@ def _pieces(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
         return None
     many = len(one.axes)
     if node.op_type == "Split":
-        axis = attribute(node, "axis", 0) % many
+        axis = attribute(node, "axis", 0)
+        if not -many <= axis < many:
+            return None
+        axis %= many
         parts = ints(reads(node, 1))
         length = sum(parts) if parts else size(node.inputs[0], axis)
         if length != len(node.outputs) or (parts and set(parts) != {1}):
@@ -210,7 +218,7 @@ def _pieces(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     axes = list(range(len(starts))) if axes is None else axes
     left = one
     for start, end, at in zip(starts, ends, axes, strict=True):
-        if at is None or start is None or end is None:
+        if at is None or start is None or end is None or not -many <= at < many:
             return None
         at %= many
         length = size(node.inputs[0], at)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import attribute, fixed, ints, is_op, producer, rank, reads, size, terms
+from moe_onnx.rewrite.fuse.floats import FLOATS
+from moe_onnx.rewrite.fuse.graph import attribute, fixed, ints, is_op, places, producer, rank, reads, size, terms
 from moe_onnx.rewrite.fuse.meaning import Expert, Meaning, Source
-from moe_onnx.rewrite.fuse.reading_axes import FLOATS, dense
+from moe_onnx.rewrite.fuse.reading_axes import dense
 from moe_onnx.rewrite.fuse.shapes import dims, folded, is_filled, number
 from moe_onnx.rewrite.fuse.views import scalar_of, view
 
@@ -85,12 +86,14 @@ def _reduced(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
         )
     if axes is None or (one.what == "gate" and node.op_type == "ReduceMax"):
         return None
-    letters = {one.axes[axis % len(one.axes)] for axis in axes}
+    gone = places(axes, len(one.axes))
+    if gone is None:
+        return None
+    letters = {one.axes[axis] for axis in gone}
     if letters == {"T", "K"} and one.what == "hot" and "E" in one.axes and not attribute(node, "keepdims", 1):
         return one.turned(("E",))  # whether anybody has chosen it
     if not letters <= {"K", "1"} or "K" not in letters:
         return None
-    gone = {axis % len(one.axes) for axis in axes}
     keep = ["1"] if attribute(node, "keepdims", 1) else []
     kept = tuple(x for i, letter in enumerate(one.axes) for x in (keep if i in gone else [letter]))
     return one.turned(kept)

@@ -73,6 +73,8 @@ def _gather(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
         return _picked(reader, data, at, axis % (rank(data) or 1))
     if not isinstance(one, Meaning) or index is None:
         return None
+    if not -len(one.axes) <= axis < len(one.axes):
+        return None
     axis %= len(one.axes)
     flat = rank(index)
     known = folded(index)

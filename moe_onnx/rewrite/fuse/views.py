@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import attribute, ints, producer, rank, reads, size
+from moe_onnx.rewrite.fuse.graph import attribute, ints, places, producer, rank, reads, size
 from moe_onnx.rewrite.fuse.meaning import View
 from moe_onnx.rewrite.fuse.shapes import wanted_shape
 
@@ -30,6 +30,8 @@ def _step(node: ir.Node, inner: View, value: ir.Value) -> View | None:
         return inner
     if node.op_type == "Transpose":
         perm = attribute(node, "perm", None) or range(len(axes))[::-1]
+        if sorted(perm) != list(range(len(axes))):
+            return None
         return View(inner.base, tuple(axes[i] for i in perm))
     if node.op_type == "Flatten":
         at = attribute(node, "axis", 1)
@@ -42,10 +44,12 @@ def _step(node: ir.Node, inner: View, value: ir.Value) -> View | None:
         return None
     if node.op_type == "Unsqueeze":
         many = len(axes) + len(numbers)
-        new, old = {n % many for n in numbers}, iter(axes)
+        new, old = places(numbers, many), iter(axes)
+        if new is None:
+            return None
         return View(inner.base, tuple("1" if i in new else next(old) for i in range(many)))
-    gone = {n % len(axes) for n in numbers}
-    if any(axes[i] != "1" for i in gone):
+    gone = places(numbers, len(axes))
+    if gone is None or any(axes[i] != "1" for i in gone):
         return None
     return View(inner.base, tuple(axis for i, axis in enumerate(axes) if i not in gone))
 
