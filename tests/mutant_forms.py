@@ -40,7 +40,12 @@ def forms() -> dict[str, Any]:
         found[f"unrolled, {mask}, {put}"] = lambda m=mask, r=rows, f=form, p=put: (
             model_of(unrolled(m, r, f, p), weights_of(f, weights())), tokens(),
         )  # fmt: skip
-    for gate, total in (("scatter", "add"), ("one_hot", "reduce"), ("where", "einsum"), ("softmax", "matmul")):
+    for gate, total in (
+        ("scatter", "add"),
+        ("one_hot", "reduce"),
+        ("where", "einsum"),
+        ("softmax", "matmul"),
+    ):
         found[f"dense, {gate}, {total}"] = lambda g=gate, t=total: (
             model_of(dense(g, t), weights_of("separate", weights()) | LOW), tokens(),
         )  # fmt: skip
@@ -53,8 +58,13 @@ def forms() -> dict[str, Any]:
     for form in LOOPS:
         found[f"loop, {form}"] = lambda f=form: (model_of(loop_text(f), weights()), tokens())
     for form, (body, _) in SUMS.items():
-        many = SIZED.format(n=10, t=5) if "weights" in form else "int64[N] keys, float[N, 4] rows, float[T, 2] w"
-        found[f"sum, {form}"] = lambda b=body, m=many: (onnx.parser.parse_model(sum_text(SORT + b, m)), keys())
+        many = (
+            SIZED.format(n=10, t=5) if "weights" in form else "int64[N] keys, float[N, 4] rows, float[T, 2] w"
+        )
+        found[f"sum, {form}"] = lambda b=body, m=many: (
+            onnx.parser.parse_model(sum_text(SORT + b, m)),
+            keys(),
+        )
     found["microsoft, relu"] = lambda: (microsoft("relu", normalize_routing_weights=1), logits())
     found["microsoft, swiglu"] = lambda: (microsoft("swiglu", bias=True, **OAI), logits())
     return found

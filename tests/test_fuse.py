@@ -20,11 +20,13 @@ ASCEND = ["MoeInitRoutingV2", "MoeGroupedMatmul", "MoeGroupedMatmul", "MoeTokenU
 FORMS = {"batched": (BATCHED, False), "transposed": (changed(BATCHED, *TRANSPOSED), True)}
 
 
-def runner(model: onnx.ModelProto) -> Callable[..., list[Any]]:
+def runner(model: onnx.ModelProto, *, by_name: bool = False) -> Callable[..., list[Any]]:
     """By onnxruntime alone: function bodies are in the model."""
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 4
     session = ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+    if by_name:
+        return lambda **values: list(session.run(None, values))
     names = [arg.name for arg in session.get_inputs()]
     return lambda *values: list(session.run(None, dict(zip(names, values, strict=True))))
 

@@ -173,7 +173,9 @@ NEAR_MISSES: dict[str, tuple[str, list[tuple[str, str]], str, str]] = {
                        "y", "does not sum rows of their own width over K alone"),
     "halves of rows": ("gather", [("{-1, 2, 4}", "{-1, 2, 2}"), ("float[S, 4] y", "float[S, 2] y")],
                        "y", "does not sum rows of their own width over K alone"),
-    "weights of any number of tokens": ("gather, weights", [], "y", "weights 'w' are not known to be as many as"),
+    "weights of any number of tokens": (
+        "gather, weights", [], "y", "weights 'w' are not known to be as many as the rows",
+    ),
     "weights of one choice": ("gather, weights", [("float[T, 2] w", "float[T, 1] w")], "weighted",
     "weights are not known"),
     "another number of choices": (

@@ -130,7 +130,9 @@ def _rewrite(graph: ir.Graph, one: Permuted, reader: Reader, e: Inserter) -> str
         if given in [old for old, _ in instead]:
             given = rows
         elif not _is_of_rows(reader, one.walk, given, gather.inputs[1], dict(instead)):
-            raise NotThis(gather, f"rows '{given.name}' are not known to be as many as it looks up weights for")
+            raise NotThis(
+                gather, f"rows '{given.name}' are not known to be as many as it looks up weights for"
+            )
         y = e.product(given, product.weight, counts, product.transposed)
         instead.append((product.squeeze.outputs[0], y))
         gone.append(product.squeeze)

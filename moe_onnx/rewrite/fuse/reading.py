@@ -116,7 +116,12 @@ def _flattened(node: ir.Node, value: ir.Value) -> Meaning | None:
     if top is None or inner is not top.outputs[1] or (rank(inner) or 0) < 3:
         return None
     found, shape = ints(reads(top, 1)), ints(reads(node, 1))
-    if not found or len(found) != 1 or found[0] < 1 or attribute(top, "axis", -1) not in (-1, (rank(inner) or 0) - 1):
+    if (
+        not found
+        or len(found) != 1
+        or found[0] < 1
+        or attribute(top, "axis", -1) not in (-1, (rank(inner) or 0) - 1)
+    ):
         return None
     if (shape is None or shape[-1] != found[0]) and size(value, 1) != found[0]:
         return None

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from moe_onnx.rewrite.fuse.floats import FLOATS
-from moe_onnx.rewrite.fuse.graph import attribute, fixed, ints, is_op, places, producer, rank, reads, size, terms
+from moe_onnx.rewrite.fuse.graph import (
+    attribute,
+    fixed,
+    ints,
+    is_op,
+    places,
+    producer,
+    rank,
+    reads,
+    size,
+    terms,
+)
 from moe_onnx.rewrite.fuse.meaning import Expert, Meaning, Source
 from moe_onnx.rewrite.fuse.reading_axes import dense
 from moe_onnx.rewrite.fuse.shapes import dims, folded, is_filled, number

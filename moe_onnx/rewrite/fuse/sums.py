@@ -162,8 +162,8 @@ def _rewrite(graph: ir.Graph, one: Sum, e: Inserter) -> str:
         return f"sum of {top_k} rows a token is MoeInitRoutingV2Grad"
     first = only_user(one.node.outputs[0])
     assert first is not None
-    pairs = pairs_of(order)
-    ids = one.index if pairs is None or pairs[1] != top_k else pairs[0]
+    sorted_pairs = pairs_of(order)
+    ids = one.index if sorted_pairs is None or sorted_pairs[1] != top_k else sorted_pairs[0]
     block = Block(order.like, ids, top_k, 0, True)
     block.tokens = one.rows
     finish(block, one.node.outputs[0], first)

@@ -180,7 +180,7 @@ def finish(block: Block, rows: ir.Value, node: ir.Node) -> None:
         kept = before.inputs[0]
     assert flat is not None
     fits = rank(kept) == 2 and size(kept, 1) == block.top_k
-    weights = kept if fits else flat
+    weights = kept if fits and kept is not None else flat
     by_row = node.op_type == "Mul"
     if not _is_as_many(block, weights, rows if by_row else shaped.outputs[0], by_row=by_row):
         raise NotThis(total, f"weights '{weights.name}' are not known to be as many as the rows")
