@@ -73,9 +73,13 @@ def match(node: ir.Node) -> Layer:
     return Layer(node, experts, hidden, inner, top_k, kind)
 
 
-def rewrite(graph: ir.Graph, layer: Layer, names: set[str]) -> str:
-    """Put the nodes for a layer; what was done, in words."""
-    node = layer.node
+def rewrite(graph: ir.Graph, node: ir.Node, names: set[str]) -> str:
+    """Put the nodes for a layer; what was done, in words.
+
+    Raises:
+        NotThis: With the first condition that does not hold.
+    """
+    layer = match(node)
     e = Inserter(node, names)
     x, logits, up, up_bias, down, down_bias = [*node.inputs, *[None] * 6][:6]
     assert x is not None
