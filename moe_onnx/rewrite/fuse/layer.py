@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from moe_onnx.rewrite.fuse.floats import FLOATS, is_one_cast
-from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, attribute, producer, rank, size
+from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, attribute, producer, rank
 from moe_onnx.rewrite.fuse.lanes import Lanes, Rows
 from moe_onnx.rewrite.fuse.meaning import Choice, Expert, Meaning, Source
 from moe_onnx.rewrite.fuse.pairs import Pairs, combine, dispatch, expert_of_row
 from moe_onnx.rewrite.fuse.params import Params
 from moe_onnx.rewrite.fuse.reading import Reader
-from moe_onnx.rewrite.fuse.shapes import same_rows
+from moe_onnx.rewrite.fuse.shapes import columns, same_rows
 
 
 @dataclass
@@ -167,8 +167,8 @@ def weighted_sum(
         raise NotThis(at, f"rows and weights are not known to have one dtype: {dtype} and {weights.dtype}")
     pairs.weights = weights
     is_dense = source.kind == "dense"
-    if is_dense and size(weights, 1) not in (pairs.experts, None):
-        raise NotThis(at, f"weights '{weights.name}' are not of {pairs.experts} experts")
+    if is_dense and columns(weights) != pairs.experts:
+        raise NotThis(at, f"weights '{weights.name}' are not known to be of {pairs.experts} experts")
     return combine(e, pairs, last, index, weights if is_dense else None)
 
 

@@ -19,7 +19,7 @@ from moe_onnx.rewrite.fuse.meaning import Choice, Meaning, Walk
 from moe_onnx.rewrite.fuse.products import product_of
 from moe_onnx.rewrite.fuse.reading import Reader
 from moe_onnx.rewrite.fuse.rows import check_row_by_row
-from moe_onnx.rewrite.fuse.shapes import is_filled, same_rows
+from moe_onnx.rewrite.fuse.shapes import columns, is_filled, same_rows
 from moe_onnx.rewrite.fuse.steps import updates_of
 
 _DEEP = 100
@@ -149,7 +149,7 @@ def _rewrite(graph: ir.Graph, one: Permuted, reader: Reader, e: Inserter) -> str
 
 
 def _check_gate(gate: ir.Value, choice: Choice, at: ir.Node) -> None:
-    if size(gate, 1) != choice.experts or not same_rows(gate, choice.ids):
+    if columns(gate) != choice.experts or not same_rows(gate, choice.ids):
         raise NotThis(at, f"weights '{gate.name}' are not known to be [T, {choice.experts}], as {choice} are")
 
 

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from moe_onnx.rewrite.fuse import reading_axes, reading_gates, reading_pairs
 from moe_onnx.rewrite.fuse.graph import attribute, ints, is_called, is_op, producer, rank, reads, size
 from moe_onnx.rewrite.fuse.meaning import Choice, Lost, Meaning, Walk
+from moe_onnx.rewrite.fuse.shapes import columns
 
 Seen = Meaning | Lost | None
 
@@ -98,11 +99,11 @@ def _choice(node: ir.Node, value: ir.Value) -> Choice | None:
     if node.op_type == "ArgMax":
         if axes != 2:
             return None
-        return Choice(value, 1, size(scores, -1))
+        return Choice(value, 1, columns(scores))
     found = ints(reads(node, 1))
     if value is not node.outputs[1] or not found or len(found) != 1 or found[0] < 1 or axes != 2:
         return None
-    return Choice(value, found[0], size(scores, -1))
+    return Choice(value, found[0], columns(scores))
 
 
 def _flattened(node: ir.Node, value: ir.Value) -> Meaning | None:

@@ -11,7 +11,7 @@ from moe_onnx.rewrite.fuse.floats import FLOATS, is_one_cast
 from moe_onnx.rewrite.fuse.graph import attribute, ints, places, producer, rank, reads, size
 from moe_onnx.rewrite.fuse.grids import grid
 from moe_onnx.rewrite.fuse.meaning import Meaning, Source
-from moe_onnx.rewrite.fuse.shapes import dims, folded, wanted_shape
+from moe_onnx.rewrite.fuse.shapes import columns, dims, folded, wanted_shape
 
 if TYPE_CHECKING:
     from moe_onnx.rewrite.fuse.reading import Reader
@@ -93,30 +93,34 @@ def _reshape(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     one = _first(reader, node)
     if one is None:
         return None
+    wide = size(node.inputs[0], one.axes.index("E")) if "E" in one.axes else None
+    if wide is None and one.axes == ("T", "E"):
+        wide = columns(node.inputs[0])
     if node.op_type == "Flatten":
         # Before the axis, and behind it: all of what is behind it may be of size 1.
         axis = attribute(node, "axis", 1)
         axis += len(one.axes) if axis < 0 else 0
         before, behind = one.axes[:axis], one.axes[axis:]
         shape: list[int | None] | None = [1 if set(part) <= {"1"} else None for part in (before, behind)]
-        return None if shape is None else _reshaped(one, shape, None, None)
+        return None if shape is None else _reshaped(one, shape, None, None, wide)
     else:
         shape = wanted_shape(node)
     if shape is None:
         axes = rank(value)
         shape = None if axes is None else [None] * axes
-    return None if shape is None else _reshaped(one, shape, dims(node.inputs[0]), dims(value))
+    return None if shape is None else _reshaped(one, shape, dims(node.inputs[0]), dims(value), wide)
 
 
 Sizes = list[int | str | None]
 
 
 def _reshaped(
-    one: Meaning, shape: list[int | None], given: Sizes | None, made: Sizes | None
+    one: Meaning, shape: list[int | None], given: Sizes | None, made: Sizes | None, wide: int | None
 ) -> Meaning | None:
     """Axes of size 1 may come and go; T and K become P, and P becomes T and K.
 
     Given and made sizes are those of a Reshape; a Flatten keeps the axes that it does not merge.
+    ``wide``: of how many experts a token has a cell.
     """
     solid = [letter for letter in one.axes if letter != "1"]
     old = [i for i, letter in enumerate(one.axes) if letter != "1"]
@@ -126,8 +130,7 @@ def _reshaped(
     if solid == ["T", "K"] and len(places) == 1:
         solid = ["P"]
     elif solid == ["T", "E"] and len(places) == 1:
-        wide = given[old[1]] if given is not None and len(given) == len(one.axes) else None
-        if isinstance(wide, int) and wide != one.choice.experts:
+        if one.choice.experts is None or wide != one.choice.experts:
             return None
         solid = ["A"]
     elif solid == ["P"] and len(places) == 2 and shape[places[1]] == k:

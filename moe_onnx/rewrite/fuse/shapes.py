@@ -18,6 +18,10 @@ _KEEP_ROWS = (
     "Gemm", "MatMul", "Softmax", "LogSoftmax", "Sigmoid", "Cast", "Identity", "TopK", "LayerNormalization",
     "RMSNormalization", "Relu", "Tanh", "Neg", "ArgMax",
 )  # fmt: skip
+_KEEP_COLUMNS = (
+    "Softmax", "LogSoftmax", "Sigmoid", "Cast", "Identity", "ScatterElements", "ScatterND", "Relu", "Tanh",
+    "Neg",
+)  # fmt: skip
 _DEEP = 60
 _LONG = 1024  # elements
 
@@ -168,6 +172,34 @@ def same_rows(one: ir.Value | None, other: ir.Value | None) -> bool:
     if left and right and left[0] is not None and left[0] == right[0]:
         return True
     return bool(_sources(one) & _sources(other))
+
+
+def columns(value: ir.Value | None) -> int | None:
+    """The size of a matrix's second axis, also where inference does not say: TorchScript's shapes."""
+    for _ in range(_LONG):
+        found, node = size(value, 1), None if value is None else value.producer()
+        if found is not None or node is None or value is None:
+            return found
+        if is_op(node, "Gemm"):
+            return size(node.inputs[1], 0 if attribute(node, "transB", 0) else 1)
+        if is_op(node, "MatMul"):
+            return size(node.inputs[1], 1) if rank(node.inputs[1]) == 2 else None
+        if is_op(node, "Expand"):
+            asked = folded(node.inputs[1])
+            like = producer(node.inputs[1], "Shape")
+            if asked is not None and len(asked) == 2 and (asked[1] or 0) > 1:
+                return asked[1]
+            value = like.inputs[0] if like is not None and not like.attributes else None
+        elif is_op(node, *_KEEP_COLUMNS):
+            value = node.inputs[0]
+        elif is_op(node, "Add", "Mul", "Div", "Sub", "Where"):
+            known = {columns_of for one in node.inputs if (columns_of := size(one, 1)) is not None} - {1}
+            if known:
+                return known.pop() if len(known) == 1 else None
+            value = next((one for one in node.inputs if one is not None and rank(one) == 2), None)
+        else:
+            return None
+    return None
 
 
 def _sources(value: ir.Value | None) -> set[tuple[object, ...]]:
