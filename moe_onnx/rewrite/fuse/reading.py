@@ -8,7 +8,17 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from moe_onnx.rewrite.fuse import reading_axes, reading_gates, reading_pairs
-from moe_onnx.rewrite.fuse.graph import attribute, ints, is_called, is_op, producer, rank, reads, size
+from moe_onnx.rewrite.fuse.graph import (
+    attribute,
+    ints,
+    is_called,
+    is_op,
+    keeps_number,
+    producer,
+    rank,
+    reads,
+    size,
+)
 from moe_onnx.rewrite.fuse.meaning import Choice, Lost, Meaning, Walk
 from moe_onnx.rewrite.fuse.shapes import columns
 
@@ -112,6 +122,8 @@ def _flattened(node: ir.Node, value: ir.Value) -> Meaning | None:
         return None
     inner: ir.Value | None = node.inputs[0]
     while (cast := producer(inner, "Cast", "Identity")) is not None:
+        if cast.op_type == "Cast" and not keeps_number(cast):
+            return None
         inner = cast.inputs[0]
     top = producer(inner, "TopK")
     if top is None or inner is not top.outputs[1] or (rank(inner) or 0) < 3:

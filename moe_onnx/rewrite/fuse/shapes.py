@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import onnx_ir as ir
 
+from moe_onnx.rewrite.fuse.floats import FLOATS
 from moe_onnx.rewrite.fuse.graph import attribute, fixed, ints, is_op, producer, rank, reads, size
 
 _MATH: dict[str, Callable[[int, int], int]] = {
@@ -116,8 +118,8 @@ def _fold(value: ir.Value, known: Known, depth: int) -> list[int | None] | None:
         return [None if a is None or b is None else int(a == b) for a, b in zip(left, right, strict=True)]
     if node.op_type == "Div" and any(n is not None and n < low for n, low in _division(left, right)):
         return None
-    math = _MATH[node.op_type]
-    return [None if a is None or b is None else math(a, b) for a, b in zip(left, right, strict=True)]
+    of = _MATH[node.op_type]
+    return [None if a is None or b is None else of(a, b) for a, b in zip(left, right, strict=True)]
 
 
 def _division(left: list[int | None], right: list[int | None]) -> list[tuple[int | None, int]]:
@@ -232,11 +234,21 @@ def _sources(value: ir.Value | None) -> set[tuple[object, ...]]:
             # The operand of as many axes that is not broadcast.
             axes = rank(value)
             rows = [v for v in node.inputs if axes is not None and rank(v) == axes and size(v, 0) != 1]
-            value = rows[0] if rows else None
-        elif rank(node.inputs[0]) != 2 or attribute(node, "axis", -1) == 0:
+            named = {sizes[0] for one in rows if (sizes := dims(one)) is not None} - {None}
+            value = rows[0] if rows and len(named) < 2 else None  # one of two may be a single row as it runs
+        elif (
+            rank(node.inputs[0]) != 2
+            or _axis(node) in (0, -2)
+            or (node.op_type == "MatMul" and (rank(node.inputs[1]) or 3) > 2)
+        ):
             break
         else:
             value = node.inputs[0]
+    return found
+
+
+def _axis(node: ir.Node) -> int:
+    found: int = attribute(node, "axis", 0 if node.op_type == "ArgMax" else -1)
     return found
 
 
@@ -267,6 +279,8 @@ def is_filled(value: ir.Value | None, fill: float) -> bool:
             return (0.0 if tensor is None else float(tensor.numpy().reshape(-1)[0])) == fill
         if node.op_type == "Constant":
             break
+        if node.op_type == "Cast" and math.isinf(fill) and attribute(node, "to", 0) not in FLOATS:
+            return False
         value = node.inputs[0]
     if value is None:
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import attribute, ints, places, producer, rank, reads, size
+from moe_onnx.rewrite.fuse.graph import attribute, ints, keeps_number, places, producer, rank, reads, size
 from moe_onnx.rewrite.fuse.meaning import View
 from moe_onnx.rewrite.fuse.shapes import wanted_shape
 
@@ -93,17 +93,10 @@ def scalar_of(value: ir.Value | None) -> ir.Value | None:
     """The number that a value of one element is, behind nodes that reshape it, or keep it an integer."""
     for _ in range(_DEEP):
         node = producer(value, "Reshape", "Unsqueeze", "Squeeze", "Cast", "Identity")
-        if node is None or (node.op_type == "Cast" and not _keeps_number(node)):
+        if node is None or (node.op_type == "Cast" and not keeps_number(node)):
             break
         value = node.inputs[0]
     return value
-
-
-def _keeps_number(cast: ir.Node) -> bool:
-    """Whether the numbers of experts stay what they are: no bool, no rounding, no narrow integers."""
-    given = None if cast.inputs[0] is None else cast.inputs[0].dtype
-    to = attribute(cast, "to", 0)
-    return to in (ir.DataType.INT32, ir.DataType.INT64) and given is not None and given.is_integer()
 
 
 def repeated_tokens(data: ir.Value | None, top_k: int) -> ir.Value | None:
