@@ -236,20 +236,17 @@ def _sources(value: ir.Value | None) -> set[tuple[object, ...]]:
             rows = [v for v in node.inputs if axes is not None and rank(v) == axes and size(v, 0) != 1]
             named = {sizes[0] for one in rows if (sizes := dims(one)) is not None} - {None}
             value = rows[0] if rows and len(named) < 2 else None  # one of two may be a single row as it runs
-        elif (
-            rank(node.inputs[0]) != 2
-            or _axis(node) in (0, -2)
-            or (node.op_type == "MatMul" and (rank(node.inputs[1]) or 3) > 2)
-        ):
+        elif rank(node.inputs[0]) != 2 or not _keeps_rows(node):
             break
         else:
             value = node.inputs[0]
     return found
 
 
-def _axis(node: ir.Node) -> int:
-    found: int = attribute(node, "axis", 0 if node.op_type == "ArgMax" else -1)
-    return found
+def _keeps_rows(node: ir.Node) -> bool:
+    """Whether what works along an axis, or by matrices, does not do so along or beside the rows."""
+    axis = attribute(node, "axis", 0 if node.op_type == "ArgMax" else -1)
+    return axis not in (0, -2) and not (node.op_type == "MatMul" and rank(node.inputs[1]) not in (1, 2))
 
 
 def _shaped_like(shape: ir.Value | None) -> ir.Value | None:
