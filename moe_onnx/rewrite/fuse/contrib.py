@@ -87,7 +87,7 @@ def rewrite(graph: ir.Graph, node: ir.Node, names: set[str]) -> str:
     tokens = x if is_matrix else e.op("Reshape", x, e.constant([-1, layer.hidden]))
     probs = e.op("Softmax", logits, axis=-1)
     ids, weights = _choose(e, probs, layer)
-    if attribute(node, "normalize_routing_weights", 0):
+    if attribute(node, "normalize_routing_weights", 0) == 1:  # the kernel does not take 2 for yes
         weights = e.op("Div", weights, e.op("ReduceSum", weights, e.constant([1]), keepdims=1))
     ids.dtype, weights.dtype = ir.DataType.INT64, ir.DataType.FLOAT
     for value in (ids, weights):

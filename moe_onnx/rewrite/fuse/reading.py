@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from moe_onnx.rewrite.fuse import reading_axes, reading_gates, reading_pairs
 from moe_onnx.rewrite.fuse.graph import (
+    NotThis,
     attribute,
     ints,
     is_called,
@@ -77,12 +78,15 @@ class Reader:
             return replace(lost, found=True) if is_op(node, "NonZero") else lost
         if first is None:
             return None
-        rule = None if is_called(node) else _RULES.get(node.op_type)
-        found = None if rule is None else rule(self, node, value)
+        rule, why = None if is_called(node) else _RULES.get(node.op_type), "is no step that is known"
+        try:
+            found = None if rule is None else rule(self, node, value)
+        except NotThis as no:
+            found, why = None, no.reason
         if found is not None or first.what in ("pick", "gate") or _is_other(self, node):
             return found  # weights and rows are computed with: a matter of the experts
-        why = f"{node.op_type} of {_NAMES[first.what]} {first.choice} is no step that is known"
-        return Lost(node, why, first.what == "at" or is_op(node, "NonZero"))
+        text = f"{node.op_type} of {_NAMES[first.what]} {first.choice} {why}"
+        return Lost(node, text, first.what == "at" or is_op(node, "NonZero"))
 
 
 def _is_other(reader: Reader, node: ir.Node) -> bool:

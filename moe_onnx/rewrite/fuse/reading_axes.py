@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from moe_onnx.rewrite.fuse.floats import FLOATS, is_one_cast
-from moe_onnx.rewrite.fuse.graph import attribute, ints, places, producer, rank, reads, size
+from moe_onnx.rewrite.fuse.graph import NotThis, attribute, ints, places, producer, rank, reads, size
 from moe_onnx.rewrite.fuse.grids import grid
 from moe_onnx.rewrite.fuse.meaning import Meaning, Source
 from moe_onnx.rewrite.fuse.shapes import columns, dims, folded, wanted_shape
@@ -40,7 +40,9 @@ def _cast(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
             return None  # rounded twice
         return dense(one, value) if one.axes == ("T", "E") else replace(one, cast=to)
     # Numbers of experts and tokens stay what they are.
-    return one if to in (ir.DataType.INT32, ir.DataType.INT64) else None
+    if to not in (ir.DataType.INT32, ir.DataType.INT64):
+        raise NotThis(node, "makes of them what may not hold them")
+    return one
 
 
 def dense(one: Meaning, value: ir.Value) -> Meaning | None:
@@ -62,12 +64,12 @@ def _transpose(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None
 
 def _unsqueeze(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     one, axes = _first(reader, node), ints(reads(node, 1))
-    if one is None or axes is None:
+    if one is None:
         return None
-    many = len(one.axes) + len(axes)
-    new = places(axes, many)
+    many = len(one.axes) + len(axes or ())
+    new = None if axes is None else places(axes, many)
     if new is None:
-        return None
+        raise NotThis(node, "adds axes that are not known")
     old = iter(one.axes)
     return one.turned(tuple("1" if i in new else next(old) for i in range(many)))
 
@@ -77,15 +79,13 @@ def _squeeze(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     if one is None:
         return None
     axes = ints(reads(node, 1))
-    if axes is None:
-        return None
-    gone = places(axes, len(one.axes))
+    gone = None if axes is None else places(axes, len(one.axes))
     if gone is None:
-        return None
+        raise NotThis(node, "takes away axes that are not known")
     for axis in gone:
         letter = one.axes[axis]
         if letter != "1" and not (letter == "K" and one.choice.top_k == 1):
-            return None
+            raise NotThis(node, f"takes away axis {axis}, which is not of size 1")
     return one.turned(tuple(letter for i, letter in enumerate(one.axes) if i not in gone))
 
 
@@ -108,7 +108,10 @@ def _reshape(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     if shape is None:
         axes = rank(value)
         shape = None if axes is None else [None] * axes
-    return None if shape is None else _reshaped(one, shape, dims(node.inputs[0]), dims(value), wide)
+    found = None if shape is None else _reshaped(one, shape, dims(node.inputs[0]), dims(value), wide)
+    if found is None:
+        raise NotThis(node, f"makes {shape or 'an unknown shape'} of {list(one.axes)}: none of its axes")
+    return found
 
 
 Sizes = list[int | str | None]
@@ -213,11 +216,11 @@ def _pieces(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
         parts = ints(reads(node, 1))
         length = sum(parts) if parts else size(node.inputs[0], axis)
         if length != len(node.outputs) or (parts and set(parts) != {1}):
-            return None
+            raise NotThis(node, f"is not known to cut axis {axis} into parts of size 1")
         return taken(one, axis, node.outputs.index(value), keep=True)
     starts, ends, axes, steps = (folded(reads(node, i)) for i in (1, 2, 3, 4))
     if starts is None or ends is None or (len(node.inputs) > 4 and set(steps or [0]) != {1}):
-        return None
+        raise NotThis(node, "has bounds or steps that are not known, or steps that are not 1")
     axes = list(range(len(starts))) if axes is None else axes
     left = one
     for start, end, at in zip(starts, ends, axes, strict=True):
@@ -233,7 +236,7 @@ def _pieces(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
         if start >= 0 and length is not None:
             end = min(end, length)
         if end != start + 1:
-            return None
+            raise NotThis(node, f"takes some places of axis {at}, not one")
         found = taken(left, at, start, keep=True)
         if found is None:
             return None
