@@ -27,7 +27,7 @@ from moe_onnx.rewrite.fuse.graph import (
     terms,
 )
 from moe_onnx.rewrite.fuse.layer import Layer, Weighted, build, check_experts, check_tokens, told
-from moe_onnx.rewrite.fuse.meaning import Expert, Meaning
+from moe_onnx.rewrite.fuse.meaning import Expert, Lost, Meaning
 from moe_onnx.rewrite.fuse.reading import Reader
 from moe_onnx.rewrite.fuse.shapes import is_filled, same_rows
 from moe_onnx.rewrite.fuse.stacked import build_stacked
@@ -65,6 +65,9 @@ def sums(graph: ir.Graph, reader: Reader) -> tuple[list[Sum], list[NotThis]]:
                 found[root] = _of_terms(reader, root, node)
         elif is_op(node, "Mul") and (gate := _column(reader, node)) is not None:
             why = f"weights '{gate.name}' are not known to be 0 but at the K experts that a TopK chose"
+            lost = reader.read(gate)
+            if isinstance(lost, Lost):
+                why += f": at '{lost.node.name or lost.node.outputs[0].name}', {lost.reason}"
             misses.setdefault(gate, NotThis(node, why))
     return list(found.values()), list(misses.values())
 

@@ -76,6 +76,9 @@ def _fold(value: ir.Value, known: Known, depth: int) -> list[int | None] | None:
             return None
         start, end = attribute(node, "start", 0), attribute(node, "end", None)
         return [d if isinstance(d, int) else None for d in sizes][start:end]
+    flat = node.op_type in ("Unsqueeze", "Squeeze", "Reshape", "Cast", "Identity")
+    if not flat and any((rank(one) or 0) > 1 for one in node.inputs):
+        return None  # of a matrix, a list of numbers says too little
     if node.op_type == "Concat":
         parts = [_folded(one, known, depth + 1) for one in node.inputs]
         return None if any(part is None for part in parts) else [n for part in parts for n in part or ()]
@@ -90,7 +93,7 @@ def _fold(value: ir.Value, known: Known, depth: int) -> list[int | None] | None:
         return None
     if node.op_type == "Cast" and attribute(node, "to", 0) not in (ir.DataType.INT32, ir.DataType.INT64):
         return first if set(first) <= {0, 1} else None  # a bool keeps no number, a float rounds otherwise
-    if node.op_type in ("Unsqueeze", "Squeeze", "Reshape", "Cast", "Identity"):
+    if flat:
         return first
     if node.op_type == "Gather":
         at = given[1]
