@@ -87,8 +87,8 @@ NEAR_MISSES: dict[str, tuple[str, list[tuple[str, str]], str, str]] = {
     ),
     "ids along the tokens": (
         "scatter", [("ScatterElements <axis = 1> (zeros", "ScatterElements <axis = 0> (zeros")],
-        "weighted0", "weights 'dense' are not known to be 0 but at the K experts that a TopK chose: at 'dense'"
-        ", ScatterElements of expert ids 'ids' puts along another axis than that of experts",
+        "weighted0", "weights 'dense' are not known to be 0 but at the K experts that a TopK chose: "
+        "at 'dense', ScatterElements of expert ids 'ids' puts along another axis than that of experts",
     ),
     "divided by sums over tokens, who may all have left an expert": (
         "where", [("ReduceSum <keepdims = 1> (kept, last)", "ReduceSum <keepdims = 1> (kept, first)")],
