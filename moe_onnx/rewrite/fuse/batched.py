@@ -28,7 +28,7 @@ from moe_onnx.rewrite.fuse.graph import (
 )
 from moe_onnx.rewrite.fuse.pairs import Pairs, combine, dispatch, expert_of_row, matrix
 from moe_onnx.rewrite.fuse.products import plain, product_of, repeated
-from moe_onnx.rewrite.fuse.shapes import same_rows
+from moe_onnx.rewrite.fuse.row_counts import same_rows
 from moe_onnx.rewrite.fuse.walk import walk
 
 

@@ -29,7 +29,8 @@ from moe_onnx.rewrite.fuse.graph import (
 from moe_onnx.rewrite.fuse.layer import Layer, Weighted, build, check_experts, check_tokens, told
 from moe_onnx.rewrite.fuse.meaning import Expert, Lost, Meaning
 from moe_onnx.rewrite.fuse.reading import Reader
-from moe_onnx.rewrite.fuse.shapes import is_filled, same_rows
+from moe_onnx.rewrite.fuse.row_counts import same_rows
+from moe_onnx.rewrite.fuse.shapes import is_filled
 from moe_onnx.rewrite.fuse.stacked import build_stacked
 
 

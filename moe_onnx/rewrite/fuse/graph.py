@@ -133,13 +133,6 @@ def is_axis(number: int, axis: int, axes: int) -> bool:
     return number in (axis, axis - axes)
 
 
-def keeps_number(cast: ir.Node) -> bool:
-    """Whether the numbers of experts stay what they are: no bool, no rounding, no narrow integers."""
-    given = None if cast.inputs[0] is None else cast.inputs[0].dtype
-    to = attribute(cast, "to", 0)
-    return to in (ir.DataType.INT32, ir.DataType.INT64) and given is not None and given.is_integer()
-
-
 def places(numbers: Sequence[int], axes: int) -> set[int] | None:
     """The axes of so many that numbers name; None where there is no such axis, or one is named twice."""
     found = {number % axes for number in numbers if -axes <= number < axes}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import ints, is_op, keeps_number, producer, rank, reads
+from moe_onnx.rewrite.fuse.casts import keeps_number
+from moe_onnx.rewrite.fuse.graph import ints, is_op, producer, rank, reads
 from moe_onnx.rewrite.fuse.meaning import Choice
-from moe_onnx.rewrite.fuse.shapes import dims, folded, number, same_rows
+from moe_onnx.rewrite.fuse.row_counts import same_rows
+from moe_onnx.rewrite.fuse.shapes import dims, folded, number
 
 
 def grid(value: ir.Value | None, choice: Choice) -> str | None:

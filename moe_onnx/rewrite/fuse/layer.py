@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.floats import FLOATS, is_one_cast
+from moe_onnx.rewrite.fuse.casts import FLOATS, is_one_cast
 from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, attribute, producer, rank
 from moe_onnx.rewrite.fuse.lanes import Lanes, Rows
 from moe_onnx.rewrite.fuse.meaning import Choice, Expert, Meaning, Source
 from moe_onnx.rewrite.fuse.pairs import Pairs, combine, dispatch, expert_of_row
 from moe_onnx.rewrite.fuse.params import Params
 from moe_onnx.rewrite.fuse.reading import Reader
-from moe_onnx.rewrite.fuse.shapes import columns, same_rows
+from moe_onnx.rewrite.fuse.row_counts import columns, same_rows
 
 
 @dataclass

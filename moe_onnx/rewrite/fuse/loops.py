@@ -11,23 +11,14 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from moe_onnx.rewrite.fuse.casts import keeps_number
 from moe_onnx.rewrite.fuse.dense import term_of
-from moe_onnx.rewrite.fuse.graph import (
-    Inserter,
-    NotThis,
-    detach,
-    ints,
-    is_op,
-    keeps_number,
-    producer,
-    prune,
-    put,
-    rank,
-)
+from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, detach, ints, is_op, producer, prune, put, rank
 from moe_onnx.rewrite.fuse.layer import Layer, Weighted, build, check_tokens, told, weighted
 from moe_onnx.rewrite.fuse.meaning import Choice
 from moe_onnx.rewrite.fuse.reading import Reader
-from moe_onnx.rewrite.fuse.shapes import is_filled, number, same_rows
+from moe_onnx.rewrite.fuse.row_counts import same_rows
+from moe_onnx.rewrite.fuse.shapes import is_filled, number
 from moe_onnx.rewrite.fuse.steps import Step, step_of
 from moe_onnx.rewrite.fuse.unrolled import is_of, tokens_of
 from moe_onnx.rewrite.fuse.views import scalar_of

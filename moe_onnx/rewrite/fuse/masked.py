@@ -18,8 +18,9 @@ from moe_onnx.rewrite.fuse.layer import check_tokens
 from moe_onnx.rewrite.fuse.meaning import Choice, Meaning, Walk
 from moe_onnx.rewrite.fuse.products import product_of
 from moe_onnx.rewrite.fuse.reading import Reader
+from moe_onnx.rewrite.fuse.row_counts import columns, same_rows
 from moe_onnx.rewrite.fuse.rows import check_row_by_row
-from moe_onnx.rewrite.fuse.shapes import columns, is_filled, same_rows
+from moe_onnx.rewrite.fuse.shapes import is_filled
 from moe_onnx.rewrite.fuse.steps import updates_of
 
 _DEEP = 100

@@ -6,17 +6,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import (
-    Inserter,
-    attribute,
-    is_called,
-    is_op,
-    keeps_number,
-    producer,
-    rank,
-    reads,
-    size,
-)
+from moe_onnx.rewrite.fuse.casts import keeps_number
+from moe_onnx.rewrite.fuse.graph import Inserter, attribute, is_called, is_op, producer, rank, reads, size
 from moe_onnx.rewrite.fuse.shapes import dims, number
 from moe_onnx.spec import DOMAIN
 

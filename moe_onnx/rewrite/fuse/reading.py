@@ -8,20 +8,20 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from moe_onnx.rewrite.fuse import reading_axes, reading_gates, reading_pairs
+from moe_onnx.rewrite.fuse.casts import keeps_number
 from moe_onnx.rewrite.fuse.graph import (
     NotThis,
     attribute,
     ints,
     is_called,
     is_op,
-    keeps_number,
     producer,
     rank,
     reads,
     size,
 )
 from moe_onnx.rewrite.fuse.meaning import Choice, Lost, Meaning, Walk
-from moe_onnx.rewrite.fuse.shapes import columns
+from moe_onnx.rewrite.fuse.row_counts import columns
 
 Seen = Meaning | Lost | None
 

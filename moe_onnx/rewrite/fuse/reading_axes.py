@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.floats import FLOATS, is_one_cast
+from moe_onnx.rewrite.fuse.casts import FLOATS, is_one_cast
 from moe_onnx.rewrite.fuse.graph import NotThis, attribute, ints, places, producer, rank, reads, size
 from moe_onnx.rewrite.fuse.grids import grid
 from moe_onnx.rewrite.fuse.meaning import Meaning, Source
-from moe_onnx.rewrite.fuse.shapes import columns, dims, folded, wanted_shape
+from moe_onnx.rewrite.fuse.row_counts import columns
+from moe_onnx.rewrite.fuse.shapes import dims, folded, wanted_shape
 
 if TYPE_CHECKING:
     from moe_onnx.rewrite.fuse.reading import Reader

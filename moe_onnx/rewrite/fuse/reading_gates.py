@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.floats import FLOATS
+from moe_onnx.rewrite.fuse.casts import FLOATS
 from moe_onnx.rewrite.fuse.graph import (
     NotThis,
     attribute,

@@ -19,7 +19,8 @@ from moe_onnx.rewrite.fuse.graph import (
 )
 from moe_onnx.rewrite.fuse.meaning import Meaning, Walk
 from moe_onnx.rewrite.fuse.reading import Reader
-from moe_onnx.rewrite.fuse.shapes import columns, folded, is_filled
+from moe_onnx.rewrite.fuse.row_counts import columns
+from moe_onnx.rewrite.fuse.shapes import folded, is_filled
 
 
 @dataclass

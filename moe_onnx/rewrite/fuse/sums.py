@@ -31,7 +31,8 @@ from moe_onnx.rewrite.fuse.graph import (
     size,
 )
 from moe_onnx.rewrite.fuse.orders import Order, order_of, pairs_of
-from moe_onnx.rewrite.fuse.shapes import folded, is_filled, number, same_rows
+from moe_onnx.rewrite.fuse.row_counts import same_rows
+from moe_onnx.rewrite.fuse.shapes import folded, is_filled, number
 from moe_onnx.rewrite.fuse.steps import whole_rows
 from moe_onnx.rewrite.fuse.walk import finish
 from moe_onnx.rewrite.notes import MARK

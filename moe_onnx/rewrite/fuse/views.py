@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import attribute, ints, keeps_number, places, producer, rank, reads, size
+from moe_onnx.rewrite.fuse.casts import keeps_number
+from moe_onnx.rewrite.fuse.graph import attribute, ints, places, producer, rank, reads, size
 from moe_onnx.rewrite.fuse.meaning import View
 from moe_onnx.rewrite.fuse.shapes import wanted_shape
 

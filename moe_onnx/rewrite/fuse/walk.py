@@ -18,8 +18,9 @@ from moe_onnx.rewrite.fuse.graph import (
     size,
 )
 from moe_onnx.rewrite.fuse.products import on_axis
+from moe_onnx.rewrite.fuse.row_counts import same_rows
 from moe_onnx.rewrite.fuse.rows import check_row_by_row
-from moe_onnx.rewrite.fuse.shapes import dims, folded, same_rows
+from moe_onnx.rewrite.fuse.shapes import dims, folded
 
 
 def walk(block: Block) -> None:

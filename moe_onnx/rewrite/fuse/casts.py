@@ -1,8 +1,10 @@
-"""What casts between floats keep."""
+"""What casts keep."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
+
+from moe_onnx.rewrite.fuse.graph import attribute
 
 # Bits of a number's digits, and of its exponent.
 _BITS = {
@@ -23,3 +25,10 @@ def holds(one: int | None, other: int | None) -> bool:
 def is_one_cast(first: int | None, between: int | None, last: int | None) -> bool:
     """Whether a cast by way of ``between`` is the cast without it: digits that ends have are not lost."""
     return holds(between, first) or holds(between, last)
+
+
+def keeps_number(cast: ir.Node) -> bool:
+    """Whether the numbers of experts stay what they are: no bool, no rounding, no narrow integers."""
+    given = None if cast.inputs[0] is None else cast.inputs[0].dtype
+    to = attribute(cast, "to", 0)
+    return to in (ir.DataType.INT32, ir.DataType.INT64) and given is not None and given.is_integer()
