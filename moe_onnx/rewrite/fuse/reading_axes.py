@@ -12,7 +12,7 @@ from moe_onnx.rewrite.fuse.graph import NotThis, attribute, ints, places, produc
 from moe_onnx.rewrite.fuse.grids import grid
 from moe_onnx.rewrite.fuse.meaning import Meaning, Source
 from moe_onnx.rewrite.fuse.row_counts import columns
-from moe_onnx.rewrite.fuse.shapes import dims, folded, wanted_shape
+from moe_onnx.rewrite.fuse.shapes import asked_dims, dims, folded, wanted_shape
 
 if TYPE_CHECKING:
     from moe_onnx.rewrite.fuse.reading import Reader
@@ -185,18 +185,6 @@ def _expand(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
         if not columns or letter == "1" or isinstance(asked[i], int):
             return None
     return one.turned(tuple(letters))
-
-
-def asked_dims(shape: ir.Value | None, made: ir.Value) -> list[int | str | None]:
-    """The sizes that an Expand asks for, with names where they are those of another value."""
-    numbers = folded(shape)
-    node = producer(shape, "Shape")
-    named = dims(node.inputs[0]) if node is not None else None
-    if node is not None and named is not None:
-        named = named[attribute(node, "start", 0) : attribute(node, "end", None)]
-    if numbers is None:
-        return named if named is not None else [None] * (rank(made) or 0)
-    return [d if n is None else n for n, d in zip(numbers, named or [None] * len(numbers), strict=True)]
 
 
 def _only_one(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:

@@ -171,3 +171,15 @@ def is_filled(value: ir.Value | None, fill: float) -> bool:
     if tensor is None or tensor.size > 1024 or tensor.size == 0:
         return False
     return bool((tensor.numpy().astype("float64") == fill).all())
+
+
+def asked_dims(shape: ir.Value | None, made: ir.Value) -> list[int | str | None]:
+    """The sizes that an Expand asks for, with names where they are those of another value."""
+    numbers = folded(shape)
+    node = producer(shape, "Shape")
+    named = dims(node.inputs[0]) if node is not None else None
+    if node is not None and named is not None:
+        named = named[attribute(node, "start", 0) : attribute(node, "end", None)]
+    if numbers is None:
+        return named if named is not None else [None] * (rank(made) or 0)
+    return [d if n is None else n for n, d in zip(numbers, named or [None] * len(numbers), strict=True)]
