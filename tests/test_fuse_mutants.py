@@ -39,6 +39,7 @@ ONCE_WRONG = [
     pytest.param("loop, turns", "ReduceSum sum: input 0 behind swapped axes", marks=LONG),
     ("sum, added", "Div token: input 0 behind Cast of bool"),
     ("microsoft, relu", "MoE y: normalize_routing_weights = 2"),
+    pytest.param("dense, scatter, add", "Shape shape: input 0 behind swapped axes", marks=LONG),
     ("permuted", "Unsqueeze column: input 0 is x"),
     pytest.param("permuted", "Mul weighted: input 0 is y_0", marks=LONG),
     pytest.param("permuted", "Expand zeros: input 1 is ids_shape", marks=LONG),

@@ -182,7 +182,13 @@ def _of_terms(reader: Reader, root: ir.Value, first: ir.Node) -> Sum:
             waiting += [one for one in node.inputs if one is not None]
         else:
             made.others.append(value)
-    made.others = [value for value in made.others[::-1] if not is_filled(value, 0)]
+    # Zeros go, but not where they might make more of the sum by their shape.
+    ids = made.gate.choice.ids
+    made.others = [
+        value
+        for value in made.others[::-1]
+        if not (is_filled(value, 0) and (rank(value) == 0 or (rank(value) == 2 and same_rows(value, ids))))
+    ]
     return made
 
 
