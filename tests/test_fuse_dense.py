@@ -53,6 +53,14 @@ def test_batched_products_of_all_experts(batched: str) -> None:
 
 
 @LONG
+def test_ids_made_flat_before_their_last_axis_stay_what_they_are() -> None:
+    text = changed(dense("one_hot"), ("(ids, depth", "(same, depth"), ("    hot = OneHot",
+                   "    same = Flatten <axis = -1> (ids)\n    hot = OneHot"))  # fmt: skip
+    given = weights_of("separate", weights())
+    check(model_of(text, given | LOW), given, given)
+
+
+@LONG
 def test_biases_of_batched_experts_and_gradients() -> None:
     rng = np.random.default_rng(5)
     given = weights() | {"up_bias": rng.standard_normal((E, 1, 2 * F)).astype(np.float32)}
@@ -79,6 +87,11 @@ NEAR_MISSES: dict[str, tuple[str, list[tuple[str, str]], str, str]] = {
     ),
     "ids along the tokens": (
         "scatter", [("ScatterElements <axis = 1> (zeros", "ScatterElements <axis = 0> (zeros")],
+        "weighted0", "weights 'dense' are not known to be 0 but at the K experts that a TopK chose: "
+        "at 'dense', ScatterElements of expert ids 'ids' puts along another axis than that of experts",
+    ),
+    "divided by sums over tokens, who may all have left an expert": (
+        "where", [("ReduceSum <keepdims = 1> (kept, last)", "ReduceSum <keepdims = 1> (kept, first)")],
         "weighted0", "weights 'dense' are not known",
     ),
     "an expert twice": ("scatter", [("(dense, e5)", "(dense, e4)")], "weighted4",
@@ -108,6 +121,14 @@ NEAR_MISSES: dict[str, tuple[str, list[tuple[str, str]], str, str]] = {
     "ids of all tokens in a row": (
         "one_hot", [("hot = OneHot <axis = -1> (ids,",
          "row_of_all = Flatten <axis = 0> (ids)\n    hot = OneHot <axis = -1> (row_of_all,"),
+         ("    weights_3d = Unsqueeze (weights, last)\n    pairs = Mul (hot_f, weights_3d)\n"
+          "    dense = ReduceSum <keepdims = 0> (pairs, axis_1)",
+          "    any = ReduceMax <keepdims = 0> (hot_f, axis_1)\n    dense = Mul (probs, any)")],
+        "weighted0", "weights 'dense' are not known",
+    ),
+    "ids of all tokens in a row, from behind": (
+        "one_hot", [("hot = OneHot <axis = -1> (ids,",
+         "row_of_all = Flatten <axis = -2> (ids)\n    hot = OneHot <axis = -1> (row_of_all,"),
          ("    weights_3d = Unsqueeze (weights, last)\n    pairs = Mul (hot_f, weights_3d)\n"
           "    dense = ReduceSum <keepdims = 0> (pairs, axis_1)",
           "    any = ReduceMax <keepdims = 0> (hot_f, axis_1)\n    dense = Mul (probs, any)")],

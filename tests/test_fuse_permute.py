@@ -152,7 +152,7 @@ NEAR_MISSES: dict[str, tuple[list[tuple[str, str]], str, str]] = {
           "ids_3d = Unsqueeze (ids, last)\n    hot_b = Equal (ids_3d, four)\n"
           "    hot = Cast <to = 1> (hot_b)\n"
           "    axis_1 = Constant <value_ints = [1]> ()\n    map = ReduceMax <keepdims = 0> (hot, axis_1)")],
-        "hot_b", "Equal of expert ids 'ids' is no step that is known",
+        "hot_b", "Equal of expert ids 'ids' compares them with 4 numbers, not with all 6 experts",
     ),
     "weights of more experts": (
         [("ups = Gather <axis = 0> (up,", "twice = Concat <axis = 0> (up, up)\n"

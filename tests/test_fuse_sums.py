@@ -57,6 +57,10 @@ FORMS = {
 }
 
 
+# Weights must be known to be as many as the rows: sizes are fixed.
+SIZED = "int64[{n}] keys, float[{n}, 4] rows, float[{t}, 2] w"
+
+
 def text_of(body: str, inputs: str = "int64[N] keys, float[N, 4] rows, float[T, 2] w") -> str:
     return f"""
 <ir_version: 10, opset_import: ["": 21]>
@@ -80,7 +84,8 @@ def by_hand(keys: Any, rows: Any, w: Any) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("tokens", [5, pytest.param(1, marks=LONG), pytest.param(0, marks=LONG)])
 def test_sums_become_one_node(form: str, tokens: int) -> None:
     body, operator = FORMS[form]
-    before = onnx.parser.parse_model(text_of(SORT + body))
+    sized = {"inputs": SIZED.format(n=2 * tokens, t=tokens)} if "weights" in form else {}
+    before = onnx.parser.parse_model(text_of(SORT + body, **sized))
     after = fused(before)
     assert ours(after) == [operator]
     rng = np.random.default_rng(0)
@@ -93,7 +98,8 @@ def test_sums_become_one_node(form: str, tokens: int) -> None:
 
 
 def test_weights_of_one_token_for_all() -> None:
-    before = onnx.parser.parse_model(text_of(SORT + FORMS["gather, weights"][0]))
+    text = text_of(SORT + FORMS["gather, weights"][0], "int64[N] keys, float[N, 4] rows, float[1, 2] w")
+    before = onnx.parser.parse_model(text)
     rows = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
     given = (np.array([2, 0, 1, 1, 0, 2, 0, 1]), rows, np.array([[0.3, 0.7]], np.float32))
     np.testing.assert_allclose(run(fused(before), *given)[0], run(before, *given)[0], rtol=1e-5, atol=1e-6)
@@ -113,7 +119,7 @@ def test_rows_added_to_tokens() -> None:
 
 @LONG
 def test_gradients_of_a_weighted_sum() -> None:
-    before = onnx.parser.parse_model(text_of(SORT + FORMS["gather, weights"][0]))
+    before = onnx.parser.parse_model(text_of(SORT + FORMS["gather, weights"][0], SIZED.format(n=8, t=4)))
     rng = np.random.default_rng(1)
     given = (rng.integers(0, 3, 8), rng.standard_normal((8, 4)), rng.standard_normal((4, 2)))
     feeds = [value.astype(np.float32) if value.dtype == np.float64 else value for value in given]
@@ -167,6 +173,9 @@ NEAR_MISSES: dict[str, tuple[str, list[tuple[str, str]], str, str]] = {
                        "y", "does not sum rows of their own width over K alone"),
     "halves of rows": ("gather", [("{-1, 2, 4}", "{-1, 2, 2}"), ("float[S, 4] y", "float[S, 2] y")],
                        "y", "does not sum rows of their own width over K alone"),
+    "weights of any number of tokens": (
+        "gather, weights", [], "y", "weights 'w' are not known to be as many as the rows",
+    ),
     "weights of one choice": ("gather, weights", [("float[T, 2] w", "float[T, 1] w")], "weighted",
     "weights are not known"),
     "another number of choices": (

@@ -10,7 +10,8 @@ from fuse_dense import dense
 from fuse_experts import weights_of
 from fuse_forms import BATCHED, model_of, weights
 from onnx import helper, numpy_helper
-from test_fuse import ASCEND, ours
+from onnx.reference import ReferenceEvaluator
+from test_fuse import ASCEND, ours, run
 
 from moe_onnx.rewrite.fuse.shapes import folded
 from moe_onnx.rewrite.passes import apply_passes
@@ -81,6 +82,49 @@ def test_sizes_that_are_read_twice_at_every_step() -> None:
     )
     node = ir.from_proto(model).graph.node(-1)
     assert folded(node.outputs[0]) == [3 * 2**50]
+
+
+# Of x [2, 3], c = [4, -7, 9, 2] and m = [[1, 2], [3, 4]]: what is not exact must not be known.
+SIZES = (
+    "Div (c, two)", "Div (two, c)", "Sub (c, two)", "Mul (c, big)", "Gather (c, minus)", "Gather (c, four)",
+    "Gather <axis = 1> (m, one)", "Gather (m, one)", "Slice (c, minus, far)", "Slice (c, one, minus)",
+    "Slice (c, one, far, zero, two)", "Slice (m, one, far)", "Shape <start = -1> (x)", "Shape <end = -1> (x)",
+    "Shape <start = 1, end = 9> (x)", "Cast <to = 9> (c)", "Cast <to = 3> (big)", "Equal (c, four)",
+    "Where (yes, c, two)", "Concat <axis = 0> (c, two)", "Concat <axis = 1> (m, m)", "Add (m, two)",
+    "Reshape (m, minus)", "Squeeze (two)", "Unsqueeze (two, zero)", "Identity (m)", "ConstantOfShape (two)",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("made", SIZES)
+def test_sizes_that_are_known_are_those_of_a_run(made: str) -> None:
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
+    g (float[2, 3] x) => (int64[N] y)
+    <int64[4] c = {{4, -7, 9, 2}}, int64[2, 2] m = {{1, 2, 3, 4}}, int64[1] two = {{2}}, int64[1] one = {{1}},
+     int64[1] minus = {{-1}}, int64[1] four = {{4}}, int64[1] zero = {{0}}, int64[1] far = {{100}},
+     int64[1] big = {{5000000000000000000}}, bool[1] yes = {{1}}> {{
+        last = {made}
+        y = Cast <to = 7> (last)
+    }}""")
+    known = folded(ir.from_proto(model).graph.node(0).outputs[0])
+    if known is None:
+        return
+    (want,) = ReferenceEvaluator(model).run(None, {"x": np.zeros((2, 3), np.float32)})
+    want = want.reshape(-1)
+    assert len(known) == len(want)
+    assert all(n is None or n == int(one) for n, one in zip(known, want, strict=True)), (known, want)
+
+
+def test_names_that_are_taken_are_not_given_again() -> None:
+    before = model_of(BATCHED, weights())
+    for node in before.graph.node:  # what an output is called as another value takes its name
+        node.input[:] = ["y/before" if name == "logits" else name for name in node.input]
+        node.output[:] = ["y/before" if name == "logits" else name for name in node.output]
+    before.graph.output.append(helper.make_tensor_value_info("y/before", onnx.TensorProto.FLOAT, ["T", 6]))
+    after = apply_passes(before, ["fuse"]).model
+    assert ours(after) == ASCEND
+    x = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
+    for want, got in zip(run(before, x), run(after, x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_sparse_initializers_stay() -> None:

@@ -110,6 +110,8 @@ def _value(node: ir.Node, version: int) -> Array | None:
         picked = list(dims)[attribute(node, "start", 0) : attribute(node, "end", None)]
         return np.array(picked, np.int64) if all(isinstance(dim, int) for dim in picked) else None
     values = [small(value) for value in node.inputs if value is not None]
+    if is_op(node, "NonZero") and rank(node.inputs[0]) == 0:
+        return None  # onnxruntime finds a place in a number, onnx none
     if not values or any(value is None for value in values):
         return None
     if any(
@@ -121,7 +123,10 @@ def _value(node: ir.Node, version: int) -> Array | None:
 
 def small(value: ir.Value) -> Array | None:
     """What is known of a value: a small constant of integers or booleans, or one float."""
-    tensor = None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
+    maker = producer(value, "Constant")
+    if value.is_graph_input() or (maker is not None and len(maker.attributes) != 1):
+        return None  # what a caller gives, or a node that is none
+    tensor = ir.convenience.get_const_tensor(value)
     if tensor is None or tensor.size > _MOST:
         return None
     if isinstance(tensor, ir.ExternalTensor) and not tensor.base_dir:

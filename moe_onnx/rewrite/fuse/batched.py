@@ -26,9 +26,9 @@ from moe_onnx.rewrite.fuse.graph import (
     reads,
     size,
 )
-from moe_onnx.rewrite.fuse.pairs import Pairs, combine, dispatch, expert_of_row
+from moe_onnx.rewrite.fuse.pairs import Pairs, combine, dispatch, expert_of_row, matrix
 from moe_onnx.rewrite.fuse.products import plain, product_of, repeated
-from moe_onnx.rewrite.fuse.shapes import same_rows
+from moe_onnx.rewrite.fuse.row_counts import same_rows
 from moe_onnx.rewrite.fuse.walk import walk
 
 
@@ -80,8 +80,9 @@ def rewrite(graph: ir.Graph, block: Block, names: set[str]) -> str:
     e = Inserter(total, names)
     ids = block.ids if block.distinct else _not_negative(e, block)
     weights = block.weights
-    if block.distinct and rank(ids) == 2 == rank(weights) and not same_rows(weights, ids):
+    if block.distinct and rank(weights) == 2 and not same_rows(weights, ids):
         # A Mul takes the weights of one token for all.
+        ids = matrix(e, ids, block.top_k)
         weights = e.op("Expand", weights, e.op("Shape", ids), name="weights_each")
         weights.shape, weights.type = ids.shape, block.weights.type
     pairs = Pairs(ids, weights, block.top_k, block.experts, block.tokens)
@@ -179,6 +180,8 @@ def _chosen(flat: ir.Value, at: ir.Node) -> tuple[ir.Value, int, bool]:
     found, axes = ints(reads(top, 1)), rank(top.inputs[0])
     if not found or len(found) != 1:
         raise NotThis(top, "K is not a constant")
+    if found[0] < 1:
+        raise NotThis(top, "chooses no expert")
     axis = attribute(top, "axis", -1)
     if axis != -1 and (axes is None or axis != axes - 1):
         raise NotThis(top, "does not choose along the last axis")

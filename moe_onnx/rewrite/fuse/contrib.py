@@ -73,9 +73,13 @@ def match(node: ir.Node) -> Layer:
     return Layer(node, experts, hidden, inner, top_k, kind)
 
 
-def rewrite(graph: ir.Graph, layer: Layer, names: set[str]) -> str:
-    """Put the nodes for a layer; what was done, in words."""
-    node = layer.node
+def rewrite(graph: ir.Graph, node: ir.Node, names: set[str]) -> str:
+    """Put the nodes for a layer; what was done, in words.
+
+    Raises:
+        NotThis: With the first condition that does not hold.
+    """
+    layer = match(node)
     e = Inserter(node, names)
     x, logits, up, up_bias, down, down_bias = [*node.inputs, *[None] * 6][:6]
     assert x is not None
@@ -83,7 +87,7 @@ def rewrite(graph: ir.Graph, layer: Layer, names: set[str]) -> str:
     tokens = x if is_matrix else e.op("Reshape", x, e.constant([-1, layer.hidden]))
     probs = e.op("Softmax", logits, axis=-1)
     ids, weights = _choose(e, probs, layer)
-    if attribute(node, "normalize_routing_weights", 0):
+    if attribute(node, "normalize_routing_weights", 0) == 1:  # the kernel does not take 2 for yes
         weights = e.op("Div", weights, e.op("ReduceSum", weights, e.constant([1]), keepdims=1))
     ids.dtype, weights.dtype = ir.DataType.INT64, ir.DataType.FLOAT
     for value in (ids, weights):

@@ -27,9 +27,10 @@ from moe_onnx.rewrite.fuse.graph import (
     terms,
 )
 from moe_onnx.rewrite.fuse.layer import Layer, Weighted, build, check_experts, check_tokens, told
-from moe_onnx.rewrite.fuse.meaning import Expert, Meaning
+from moe_onnx.rewrite.fuse.meaning import Expert, Lost, Meaning
 from moe_onnx.rewrite.fuse.reading import Reader
-from moe_onnx.rewrite.fuse.shapes import is_filled, same_rows
+from moe_onnx.rewrite.fuse.row_counts import same_rows
+from moe_onnx.rewrite.fuse.shapes import is_filled
 from moe_onnx.rewrite.fuse.stacked import build_stacked
 
 
@@ -65,6 +66,9 @@ def sums(graph: ir.Graph, reader: Reader) -> tuple[list[Sum], list[NotThis]]:
                 found[root] = _of_terms(reader, root, node)
         elif is_op(node, "Mul") and (gate := _column(reader, node)) is not None:
             why = f"weights '{gate.name}' are not known to be 0 but at the K experts that a TopK chose"
+            lost = reader.read(gate)
+            if isinstance(lost, Lost):
+                why += f": at '{lost.node.name or lost.node.outputs[0].name}', {lost.reason}"
             misses.setdefault(gate, NotThis(node, why))
     return list(found.values()), list(misses.values())
 
@@ -178,7 +182,13 @@ def _of_terms(reader: Reader, root: ir.Value, first: ir.Node) -> Sum:
             waiting += [one for one in node.inputs if one is not None]
         else:
             made.others.append(value)
-    made.others = [value for value in made.others[::-1] if not is_filled(value, 0)]
+    # Zeros go, but not where they might make more of the sum by their shape.
+    ids = made.gate.choice.ids
+    made.others = [
+        value
+        for value in made.others[::-1]
+        if not (is_filled(value, 0) and (rank(value) == 0 or (rank(value) == 2 and same_rows(value, ids))))
+    ]
     return made
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import onnx_ir as ir
 from onnx import ModelProto
@@ -60,65 +60,50 @@ def _forget(inside: list[ir.Graph]) -> None:
 
 def _fuse_graph(graph: ir.Graph, reader: Reader, names: set[str], version: int, notes: Notes) -> None:
     place = notes.places.get(id(graph), "")
+
+    def rewritten(node: ir.Node, done: Callable[[], str | tuple[ir.Node, str]]) -> None:
+        """Rewrite what is at a node and say so, there or where it ends; or say why not."""
+        try:
+            if version < OLDEST_OPSET:
+                raise NotThis(node, f"ai.onnx is of opset {version}; ascend.moe needs {OLDEST_OPSET}")
+            said = done()
+            at, text = (node, said) if isinstance(said, str) else said
+            notes.applied(at, text, place)
+        except NotThis as why:
+            notes.skipped(why.node, why.reason)
+
+    def left(misses: Iterable[NotThis]) -> None:
+        for why in misses:
+            notes.skipped(why.node, why.reason)
+
     found, misses = unrolled.chains(graph, reader)
-    for why in misses:
-        notes.skipped(why.node, why.reason)
+    left(misses)
     for chain in found:
-        with _said(notes):
-            last = chain.last
-            _check_opset(last, version)
-            notes.applied(last, unrolled.rewrite(graph, chain, reader, names), place)
+        rewritten(chain.last, partial(unrolled.rewrite, graph, chain, reader, names))
     totals, misses = dense.sums(graph, reader)
-    for why in misses:
-        notes.skipped(why.node, why.reason)
-    for one in totals:
-        with _said(notes):
-            node = one.node
-            _check_opset(node, version)
-            notes.applied(node, dense.rewrite(graph, one, reader, names), place)
-    for why in masked.unproved(graph, reader):
-        notes.skipped(why.node, why.reason)
+    left(misses)
+    for total in totals:
+        rewritten(total.node, partial(dense.rewrite, graph, total, reader, names))
+    left(masked.unproved(graph, reader))
     for permuted in masked.permutations(graph, reader):
-        with _said(notes):
-            node = permuted.rows[0]
-            _check_opset(node, version)
-            notes.applied(node, masked.rewrite(graph, permuted, reader, names), place)
+        rewritten(permuted.rows[0], partial(masked.rewrite, graph, permuted, reader, names))
     for node in loops.loops(graph, reader):
-        with _said(notes):
-            _check_opset(node, version)
-            notes.applied(node, loops.rewrite(graph, node, reader, names), place)
+        rewritten(node, partial(loops.rewrite, graph, node, reader, names))
     for flat_ids, nodes in batched.gathers(graph).items():
         seen = reader.read(flat_ids)
         if (isinstance(seen, Meaning) and seen.what == "at") or (isinstance(seen, Lost) and seen.found):
             continue  # rows of experts, one after the other
-        with _said(notes):
-            _check_opset(nodes[0], version)
-            block = batched.match(flat_ids, nodes)
-            assert block.total is not None
-            total = block.total
-            notes.applied(total, batched.rewrite(graph, block, names), place)
+        rewritten(nodes[0], partial(_batch, graph, flat_ids, nodes, names))
     for alone in sums.sums(graph):
-        with _said(notes):
-            _check_opset(alone.node, version)
-            notes.applied(alone.node, sums.rewrite(graph, alone, names), place)
+        rewritten(alone.node, partial(sums.rewrite, graph, alone, names))
     for node in contrib.nodes(graph):
-        with _said(notes):
-            _check_opset(node, version)
-            layer = contrib.match(node)
-            notes.applied(node, contrib.rewrite(graph, layer, names), place)
+        rewritten(node, partial(contrib.rewrite, graph, node, names))
 
 
-@contextmanager
-def _said(notes: Notes) -> Iterator[None]:
-    try:
-        yield
-    except NotThis as why:
-        notes.skipped(why.node, why.reason)
-
-
-def _check_opset(node: ir.Node, version: int) -> None:
-    if version < OLDEST_OPSET:
-        raise NotThis(node, f"ai.onnx is of opset {version}; ascend.moe needs {OLDEST_OPSET}")
+def _batch(graph: ir.Graph, flat_ids: ir.Value, nodes: list[ir.Node], names: set[str]) -> tuple[ir.Node, str]:
+    block = batched.match(flat_ids, nodes)
+    assert block.total is not None
+    return block.total, batched.rewrite(graph, block, names)
 
 
 def _graphs(model: ir.Model) -> list[ir.Graph]:

@@ -133,6 +133,12 @@ def is_axis(number: int, axis: int, axes: int) -> bool:
     return number in (axis, axis - axes)
 
 
+def places(numbers: Sequence[int], axes: int) -> set[int] | None:
+    """The axes of so many that numbers name; None where there is no such axis, or one is named twice."""
+    found = {number % axes for number in numbers if -axes <= number < axes}
+    return found if len(found) == len(numbers) else None
+
+
 class Inserter:
     """Makes marked nodes with new names, in place of a node; as a context, none after all for a NotThis."""
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from moe_onnx.rewrite.fuse.casts import keeps_number
 from moe_onnx.rewrite.fuse.graph import ints, is_op, producer, rank, reads
 from moe_onnx.rewrite.fuse.meaning import Choice
-from moe_onnx.rewrite.fuse.shapes import dims, folded, number, same_rows
+from moe_onnx.rewrite.fuse.row_counts import same_rows
+from moe_onnx.rewrite.fuse.shapes import dims, folded, number
 
 
 def grid(value: ir.Value | None, choice: Choice) -> str | None:
@@ -55,5 +57,7 @@ def _ask(shape: ir.Value, ids: ir.Value, seen: dict[ir.Value, bool], depth: int)
         return rank(node.inputs[0]) == 1 and same_rows(node.inputs[0], ids)
     given = node.inputs[1:] if is_op(node, "Where") else node.inputs
     if not is_op(node, "Where", "Concat", "Reshape", "Unsqueeze", "Squeeze", "Cast", "Identity"):
+        return False
+    if node.op_type == "Cast" and not keeps_number(node):
         return False
     return all(_asks(value, ids, seen, depth + 1) for value in given if value is not None)

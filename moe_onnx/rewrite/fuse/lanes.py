@@ -74,7 +74,8 @@ class Lanes:
             if node is None or not _alike(first, node) or value.index() != values[0].index():
                 raise NotThis(
                     node or at,
-                    f"stands where another expert has the {first.op_type} '{first.name}', and is not like it",
+                    f"stands where another expert has the {first.op_type} "
+                    f"'{first.name or first.outputs[0].name}', and is not like it",
                 )
         outs = self._node([node for node in nodes if node is not None], depth)
         for i, out in enumerate(outs):

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, attribute, producer, rank, size
+from moe_onnx.rewrite.fuse.casts import FLOATS, is_one_cast
+from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, attribute, producer, rank
 from moe_onnx.rewrite.fuse.lanes import Lanes, Rows
 from moe_onnx.rewrite.fuse.meaning import Choice, Expert, Meaning, Source
 from moe_onnx.rewrite.fuse.pairs import Pairs, combine, dispatch, expert_of_row
 from moe_onnx.rewrite.fuse.params import Params
 from moe_onnx.rewrite.fuse.reading import Reader
-from moe_onnx.rewrite.fuse.reading_axes import FLOATS
-from moe_onnx.rewrite.fuse.shapes import same_rows
+from moe_onnx.rewrite.fuse.row_counts import columns, same_rows
 
 
 @dataclass
@@ -86,15 +86,22 @@ def weighted(
         NotThis: If rows have no weight of their own.
     """
     node = producer(value, "Mul", "Cast", "Identity")
+    casts: list[ir.Node] = []
+    last = None if value is None else value.dtype
     while node is not None and node.op_type != "Mul":
-        if node.op_type == "Cast" and attribute(node, "to", 0) not in FLOATS:
-            raise NotThis(node, "casts weighted rows to what is no float")
+        if node.op_type == "Cast":
+            casts.append(node)
+            if attribute(node, "to", 0) not in FLOATS:
+                raise NotThis(node, "casts weighted rows to what is no float")
         value = node.inputs[0]
         node = producer(value, "Mul", "Cast", "Identity")
     if node is None:
         raise NotThis(
             (value.producer() if value is not None else None) or at, "rows are summed without weights"
         )
+    for cast in casts:
+        if not is_one_cast(node.outputs[0].dtype, attribute(cast, "to", 0), last):
+            raise NotThis(cast, "rounds weighted rows to fewer digits than are summed")
     for i in (0, 1):
         found = reader.meaning(node.inputs[1 - i], "pick", "gate")
         rows = node.inputs[i]
@@ -160,8 +167,8 @@ def weighted_sum(
         raise NotThis(at, f"rows and weights are not known to have one dtype: {dtype} and {weights.dtype}")
     pairs.weights = weights
     is_dense = source.kind == "dense"
-    if is_dense and size(weights, 1) not in (pairs.experts, None):
-        raise NotThis(at, f"weights '{weights.name}' are not of {pairs.experts} experts")
+    if is_dense and columns(weights) != pairs.experts:
+        raise NotThis(at, f"weights '{weights.name}' are not known to be of {pairs.experts} experts")
     return combine(e, pairs, last, index, weights if is_dense else None)
 
 

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from moe_onnx.rewrite.fuse.casts import keeps_number
 from moe_onnx.rewrite.fuse.dense import term_of
 from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, detach, ints, is_op, producer, prune, put, rank
 from moe_onnx.rewrite.fuse.layer import Layer, Weighted, build, check_tokens, told, weighted
 from moe_onnx.rewrite.fuse.meaning import Choice
 from moe_onnx.rewrite.fuse.reading import Reader
-from moe_onnx.rewrite.fuse.shapes import is_filled, number, same_rows
+from moe_onnx.rewrite.fuse.row_counts import same_rows
+from moe_onnx.rewrite.fuse.shapes import is_filled, number
 from moe_onnx.rewrite.fuse.steps import Step, step_of
 from moe_onnx.rewrite.fuse.unrolled import is_of, tokens_of
 from moe_onnx.rewrite.fuse.views import scalar_of
@@ -77,6 +79,10 @@ def _rewrite(graph: ir.Graph, loop: ir.Node, reader: Reader, e: Inserter) -> str
     inner = turns.body.inputs[2 + place]
     assert before is not None
     end, tokens, is_start, walked = _end(turns, reader, inner, after)
+    for value in (turns.choice.ids, tokens, end.source.value):
+        maker = value.producer()
+        if maker is not None and maker.graph is turns.body:
+            raise NotThis(maker, f"makes '{value.name}' in the Loop, where all turns need it before")
     check_tokens(tokens, turns.choice, loop)
     layer = Layer(turns.choice, turns.choice.experts, tokens, [turns.turn], [end], is_start, turns.body)
     y, lanes = build(e, reader, layer, end.node)
@@ -138,6 +144,8 @@ def _counted(many: ir.Value | None) -> ir.Value | None:
     node = producer(many, "Gather", "Squeeze", "Shape", "Cast")
     while node is not None and node.op_type != "Shape":
         if node.op_type == "Gather" and ints(node.inputs[1]) != [0]:
+            return None
+        if node.op_type == "Cast" and not keeps_number(node):
             return None
         node = producer(node.inputs[0], "Gather", "Squeeze", "Shape", "Cast")
     return None if node is None else node.inputs[0]

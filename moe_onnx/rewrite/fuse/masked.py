@@ -15,11 +15,15 @@ import onnx_ir as ir
 
 from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, attribute, is_op, producer, put, rank, size
 from moe_onnx.rewrite.fuse.layer import check_tokens
-from moe_onnx.rewrite.fuse.meaning import Meaning, Walk
+from moe_onnx.rewrite.fuse.meaning import Choice, Meaning, Walk
 from moe_onnx.rewrite.fuse.products import product_of
 from moe_onnx.rewrite.fuse.reading import Reader
-from moe_onnx.rewrite.fuse.shapes import is_filled, same_rows
+from moe_onnx.rewrite.fuse.row_counts import columns, same_rows
+from moe_onnx.rewrite.fuse.rows import check_row_by_row
+from moe_onnx.rewrite.fuse.shapes import is_filled
 from moe_onnx.rewrite.fuse.steps import updates_of
+
+_DEEP = 100
 
 
 @dataclass
@@ -97,6 +101,8 @@ def _rewrite(graph: ir.Graph, one: Permuted, reader: Reader, e: Inserter) -> str
     gate = None if source is None else reader.now(source.value)
     if gate is not None and gate.dtype != tokens.dtype:
         gate = None
+    if gate is not None:
+        _check_gate(gate, choice, first)
     chosen = _map(e, choice.ids, choice.experts)
     rows, weights, index = e.ops(
         "MoeTokenPermuteWithRoutingMap",
@@ -121,7 +127,13 @@ def _rewrite(graph: ir.Graph, one: Permuted, reader: Reader, e: Inserter) -> str
         if counts is None:
             as_integers = e.op("Cast", chosen, to=int(ir.DataType.INT32))
             counts = e.op("ReduceSum", as_integers, e.constant([0]), keepdims=0)
-        given = rows if product.rows in [old for old, _ in instead] else product.rows
+        given = product.rows
+        if given in [old for old, _ in instead]:
+            given = rows
+        elif not _is_of_rows(reader, one.walk, given, gather.inputs[1], dict(instead)):
+            raise NotThis(
+                gather, f"rows '{given.name}' are not known to be as many as it looks up weights for"
+            )
         y = e.product(given, product.weight, counts, product.transposed)
         instead.append((product.squeeze.outputs[0], y))
         gone.append(product.squeeze)
@@ -135,6 +147,45 @@ def _rewrite(graph: ir.Graph, one: Permuted, reader: Reader, e: Inserter) -> str
     for old, new in instead:
         reader.moved(old, new)
     return f"tokens permuted by a map of {choice.experts} experts, {choice.top_k} a token: {', '.join(done)}"
+
+
+def _check_gate(gate: ir.Value, choice: Choice, at: ir.Node) -> None:
+    if columns(gate) != choice.experts or not same_rows(gate, choice.ids):
+        raise NotThis(at, f"weights '{gate.name}' are not known to be [T, {choice.experts}], as {choice} are")
+
+
+def _is_of_rows(
+    reader: Reader, walk: Walk, value: ir.Value, index: ir.Value | None, known: dict[ir.Value, ir.Value]
+) -> bool:
+    """Whether a value has a row for each place of an index: by its size, or by how it is made."""
+    seen: dict[ir.Value, bool] = {}
+
+    def made(one: ir.Value | None, depth: int) -> bool:
+        if one is None or depth > _DEEP:
+            return False
+        if one not in seen:
+            seen[one] = make(one, depth)
+        return seen[one]
+
+    def make(one: ir.Value, depth: int) -> bool:
+        pick, node = reader.meaning(one, "pick"), one.producer()
+        if one in known or same_rows(one, index):
+            return True
+        if pick is not None and pick.walk == walk and pick.axes[0] == "N":
+            return True
+        if is_op(node, "Gather") and node is not None and attribute(node, "axis", 0) == 0:
+            at = reader.meaning(node.inputs[1], "at")
+            return at is not None and at.walk == walk and at.axes == ("N",)
+        if node is None or rank(one) != 2:
+            return False
+        given = {v for v in node.inputs if v is not None and made(v, depth + 1)}
+        try:
+            check_row_by_row(node, given)
+        except NotThis:
+            return False
+        return bool(given)
+
+    return made(value, 0)
 
 
 def _map(e: Inserter, ids: ir.Value, experts: int) -> ir.Value:
@@ -166,7 +217,10 @@ def _sum(
         if inner is not None and _is_weight(found, one.walk, inner):
             assert found is not None and found.source is not None
             updates, gate = inner, reader.now(found.source.value)
+            _check_gate(gate, one.walk.choice, node)
             break
+    if updates not in instead and not _is_of_rows(reader, one.walk, updates, node.inputs[1], instead):
+        raise NotThis(node, f"rows '{updates.name}' are not known to be as many as their tokens")
     updates = instead.get(updates, updates)
     y = e.ops(
         "MoeTokenUnpermuteWithRoutingMap",

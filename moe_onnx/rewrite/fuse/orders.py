@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from moe_onnx.rewrite.fuse.casts import keeps_number
 from moe_onnx.rewrite.fuse.graph import Inserter, attribute, is_called, is_op, producer, rank, reads, size
 from moe_onnx.rewrite.fuse.shapes import dims, number
 from moe_onnx.spec import DOMAIN
@@ -39,6 +40,8 @@ def order_of(value: ir.Value | None) -> Order | None:
     """The permutation that an index is, None if that is not known."""
     found = value
     while (node := producer(found, "Cast", "Identity", "Reshape")) is not None and rank(node.inputs[0]) == 1:
+        if node.op_type == "Cast" and not keeps_number(node):
+            return None
         found = node.inputs[0]
     node = None if found is None else found.producer()
     if node is None or found is None or value is None:

@@ -28,7 +28,7 @@ def dispatch(
 
     ``sort``: ids ascend in a token, as the combine pairs a token's rows with its experts in that order.
     """
-    pairs.ids = _matrix(e, pairs.ids, pairs.top_k)
+    pairs.ids = matrix(e, pairs.ids, pairs.top_k)
     ids = pairs.ids
     if sort:
         many = e.constant([pairs.top_k])
@@ -79,13 +79,14 @@ def combine(
 
 
 def _by_expert(e: Inserter, pairs: Pairs, shape: ir.Value) -> ir.Value:
-    weights = _matrix(e, pairs.weights, pairs.top_k)
+    weights = matrix(e, pairs.weights, pairs.top_k)
     assert weights.dtype is not None
     nothing = e.op("Expand", e.constant(0, weights.dtype.numpy()), shape)
     return e.op("ScatterElements", nothing, pairs.ids, weights, name="weights", axis=1)
 
 
-def _matrix(e: Inserter, value: ir.Value, columns: int) -> ir.Value:
+def matrix(e: Inserter, value: ir.Value, columns: int) -> ir.Value:
+    """Rows of so many columns, of a vector."""
     if rank(value) == 2:
         return value
     made = e.op("Reshape", value, e.constant([-1, columns]))

@@ -8,8 +8,20 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from moe_onnx.rewrite.fuse import reading_axes, reading_gates, reading_pairs
-from moe_onnx.rewrite.fuse.graph import attribute, ints, is_called, is_op, producer, rank, reads, size
+from moe_onnx.rewrite.fuse.casts import keeps_number
+from moe_onnx.rewrite.fuse.graph import (
+    NotThis,
+    attribute,
+    ints,
+    is_called,
+    is_op,
+    producer,
+    rank,
+    reads,
+    size,
+)
 from moe_onnx.rewrite.fuse.meaning import Choice, Lost, Meaning, Walk
+from moe_onnx.rewrite.fuse.row_counts import columns
 
 Seen = Meaning | Lost | None
 
@@ -66,12 +78,15 @@ class Reader:
             return replace(lost, found=True) if is_op(node, "NonZero") else lost
         if first is None:
             return None
-        rule = None if is_called(node) else _RULES.get(node.op_type)
-        found = None if rule is None else rule(self, node, value)
+        rule, why = None if is_called(node) else _RULES.get(node.op_type), "is no step that is known"
+        try:
+            found = None if rule is None else rule(self, node, value)
+        except NotThis as no:
+            found, why = None, no.reason
         if found is not None or first.what in ("pick", "gate") or _is_other(self, node):
             return found  # weights and rows are computed with: a matter of the experts
-        why = f"{node.op_type} of {_NAMES[first.what]} {first.choice} is no step that is known"
-        return Lost(node, why, first.what == "at" or is_op(node, "NonZero"))
+        text = f"{node.op_type} of {_NAMES[first.what]} {first.choice} {why}"
+        return Lost(node, text, first.what == "at" or is_op(node, "NonZero"))
 
 
 def _is_other(reader: Reader, node: ir.Node) -> bool:
@@ -98,11 +113,11 @@ def _choice(node: ir.Node, value: ir.Value) -> Choice | None:
     if node.op_type == "ArgMax":
         if axes != 2:
             return None
-        return Choice(value, 1, size(scores, -1))
+        return Choice(value, 1, columns(scores))
     found = ints(reads(node, 1))
-    if value is not node.outputs[1] or not found or len(found) != 1 or axes != 2:
+    if value is not node.outputs[1] or not found or len(found) != 1 or found[0] < 1 or axes != 2:
         return None
-    return Choice(value, found[0], size(scores, -1))
+    return Choice(value, found[0], columns(scores))
 
 
 def _flattened(node: ir.Node, value: ir.Value) -> Meaning | None:
@@ -111,12 +126,19 @@ def _flattened(node: ir.Node, value: ir.Value) -> Meaning | None:
         return None
     inner: ir.Value | None = node.inputs[0]
     while (cast := producer(inner, "Cast", "Identity")) is not None:
+        if cast.op_type == "Cast" and not keeps_number(cast):
+            return None
         inner = cast.inputs[0]
     top = producer(inner, "TopK")
     if top is None or inner is not top.outputs[1] or (rank(inner) or 0) < 3:
         return None
     found, shape = ints(reads(top, 1)), ints(reads(node, 1))
-    if not found or len(found) != 1 or attribute(top, "axis", -1) not in (-1, (rank(inner) or 0) - 1):
+    if (
+        not found
+        or len(found) != 1
+        or found[0] < 1
+        or attribute(top, "axis", -1) not in (-1, (rank(inner) or 0) - 1)
+    ):
         return None
     if (shape is None or shape[-1] != found[0]) and size(value, 1) != found[0]:
         return None

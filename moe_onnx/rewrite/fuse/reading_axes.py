@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import attribute, ints, producer, rank, reads, size
+from moe_onnx.rewrite.fuse.casts import FLOATS, is_one_cast
+from moe_onnx.rewrite.fuse.graph import NotThis, attribute, ints, places, producer, rank, reads, size
 from moe_onnx.rewrite.fuse.grids import grid
 from moe_onnx.rewrite.fuse.meaning import Meaning, Source
-from moe_onnx.rewrite.fuse.shapes import dims, folded, wanted_shape
+from moe_onnx.rewrite.fuse.row_counts import columns
+from moe_onnx.rewrite.fuse.shapes import asked_dims, dims, folded, wanted_shape
 
 if TYPE_CHECKING:
     from moe_onnx.rewrite.fuse.reading import Reader
-
-
-# What weights may be cast to, and stay weights.
-FLOATS = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE}
 
 
 def _first(reader: Reader, node: ir.Node) -> Meaning | None:
@@ -37,11 +35,15 @@ def _cast(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     if one.what in ("gate", "pick"):
         if to == given:
             return one
-        if not {to, given} <= FLOATS:
-            return None  # truncated, or whether there is one: weights no more
+        if one.source is None or not {to, given} <= FLOATS:
+            return None  # rows, or truncated, or whether there is one: weights no more
+        if one.cast is not None and not is_one_cast(one.source.value.dtype, one.cast, to):
+            return None  # rounded twice
         return dense(one, value) if one.axes == ("T", "E") else replace(one, cast=to)
     # Numbers of experts and tokens stay what they are.
-    return one if to in (ir.DataType.INT32, ir.DataType.INT64) else None
+    if to not in (ir.DataType.INT32, ir.DataType.INT64):
+        raise NotThis(node, "makes of them what may not hold them")
+    return one
 
 
 def dense(one: Meaning, value: ir.Value) -> Meaning | None:
@@ -56,15 +58,19 @@ def _transpose(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None
     if one is None:
         return None
     perm = attribute(node, "perm", None) or range(len(one.axes))[::-1]
+    if sorted(perm) != list(range(len(one.axes))):
+        return None
     return one.turned(tuple(one.axes[i] for i in perm))
 
 
 def _unsqueeze(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     one, axes = _first(reader, node), ints(reads(node, 1))
-    if one is None or axes is None:
+    if one is None:
         return None
-    many = len(one.axes) + len(axes)
-    new = {axis % many for axis in axes}
+    many = len(one.axes) + len(axes or ())
+    new = None if axes is None else places(axes, many)
+    if new is None:
+        raise NotThis(node, "adds axes that are not known")
     old = iter(one.axes)
     return one.turned(tuple("1" if i in new else next(old) for i in range(many)))
 
@@ -74,13 +80,13 @@ def _squeeze(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     if one is None:
         return None
     axes = ints(reads(node, 1))
-    if axes is None:
-        return None
-    gone = {axis % len(one.axes) for axis in axes}
+    gone = None if axes is None else places(axes, len(one.axes))
+    if gone is None:
+        raise NotThis(node, "takes away axes that are not known")
     for axis in gone:
         letter = one.axes[axis]
         if letter != "1" and not (letter == "K" and one.choice.top_k == 1):
-            return None
+            raise NotThis(node, f"takes away axis {axis}, which is not of size 1")
     return one.turned(tuple(letter for i, letter in enumerate(one.axes) if i not in gone))
 
 
@@ -88,30 +94,37 @@ def _reshape(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     one = _first(reader, node)
     if one is None:
         return None
+    wide = size(node.inputs[0], one.axes.index("E")) if "E" in one.axes else None
+    if wide is None and one.axes == ("T", "E"):
+        wide = columns(node.inputs[0])
     if node.op_type == "Flatten":
         # Before the axis, and behind it: all of what is behind it may be of size 1.
         axis = attribute(node, "axis", 1)
         axis += len(one.axes) if axis < 0 else 0
         before, behind = one.axes[:axis], one.axes[axis:]
         shape: list[int | None] | None = [1 if set(part) <= {"1"} else None for part in (before, behind)]
-        return None if shape is None else _reshaped(one, shape, None, None)
+        return None if shape is None else _reshaped(one, shape, None, None, wide)
     else:
         shape = wanted_shape(node)
     if shape is None:
         axes = rank(value)
         shape = None if axes is None else [None] * axes
-    return None if shape is None else _reshaped(one, shape, dims(node.inputs[0]), dims(value))
+    found = None if shape is None else _reshaped(one, shape, dims(node.inputs[0]), dims(value), wide)
+    if found is None:
+        raise NotThis(node, f"makes {shape or 'an unknown shape'} of {list(one.axes)}: none of its axes")
+    return found
 
 
 Sizes = list[int | str | None]
 
 
 def _reshaped(
-    one: Meaning, shape: list[int | None], given: Sizes | None, made: Sizes | None
+    one: Meaning, shape: list[int | None], given: Sizes | None, made: Sizes | None, wide: int | None
 ) -> Meaning | None:
     """Axes of size 1 may come and go; T and K become P, and P becomes T and K.
 
     Given and made sizes are those of a Reshape; a Flatten keeps the axes that it does not merge.
+    ``wide``: of how many experts a token has a cell.
     """
     solid = [letter for letter in one.axes if letter != "1"]
     old = [i for i, letter in enumerate(one.axes) if letter != "1"]
@@ -121,8 +134,7 @@ def _reshaped(
     if solid == ["T", "K"] and len(places) == 1:
         solid = ["P"]
     elif solid == ["T", "E"] and len(places) == 1:
-        wide = given[old[1]] if given is not None and len(given) == len(one.axes) else None
-        if isinstance(wide, int) and wide != one.choice.experts:
+        if one.choice.experts is None or wide != one.choice.experts:
             return None
         solid = ["A"]
     elif solid == ["P"] and len(places) == 2 and shape[places[1]] == k:
@@ -175,18 +187,6 @@ def _expand(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     return one.turned(tuple(letters))
 
 
-def asked_dims(shape: ir.Value | None, made: ir.Value) -> list[int | str | None]:
-    """The sizes that an Expand asks for, with names where they are those of another value."""
-    numbers = folded(shape)
-    node = producer(shape, "Shape")
-    named = dims(node.inputs[0]) if node is not None else None
-    if node is not None and named is not None:
-        named = named[attribute(node, "start", 0) : attribute(node, "end", None)]
-    if numbers is None:
-        return named if named is not None else [None] * (rank(made) or 0)
-    return [d if n is None else n for n, d in zip(numbers, named or [None] * len(numbers), strict=True)]
-
-
 def _only_one(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     return _first(reader, node) if len(node.inputs) == 1 else None
 
@@ -198,19 +198,22 @@ def _pieces(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
         return None
     many = len(one.axes)
     if node.op_type == "Split":
-        axis = attribute(node, "axis", 0) % many
+        axis = attribute(node, "axis", 0)
+        if not -many <= axis < many:
+            return None
+        axis %= many
         parts = ints(reads(node, 1))
         length = sum(parts) if parts else size(node.inputs[0], axis)
         if length != len(node.outputs) or (parts and set(parts) != {1}):
-            return None
+            raise NotThis(node, f"is not known to cut axis {axis} into parts of size 1")
         return taken(one, axis, node.outputs.index(value), keep=True)
     starts, ends, axes, steps = (folded(reads(node, i)) for i in (1, 2, 3, 4))
     if starts is None or ends is None or (len(node.inputs) > 4 and set(steps or [0]) != {1}):
-        return None
+        raise NotThis(node, "has bounds or steps that are not known, or steps that are not 1")
     axes = list(range(len(starts))) if axes is None else axes
     left = one
     for start, end, at in zip(starts, ends, axes, strict=True):
-        if at is None or start is None or end is None:
+        if at is None or start is None or end is None or not -many <= at < many:
             return None
         at %= many
         length = size(node.inputs[0], at)
@@ -222,7 +225,7 @@ def _pieces(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
         if start >= 0 and length is not None:
             end = min(end, length)
         if end != start + 1:
-            return None
+            raise NotThis(node, f"takes some places of axis {at}, not one")
         found = taken(left, at, start, keep=True)
         if found is None:
             return None

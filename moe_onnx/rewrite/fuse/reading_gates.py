@@ -7,9 +7,21 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import attribute, fixed, ints, is_op, producer, rank, reads, size, terms
+from moe_onnx.rewrite.fuse.divisors import divides
+from moe_onnx.rewrite.fuse.graph import (
+    NotThis,
+    attribute,
+    fixed,
+    ints,
+    is_op,
+    places,
+    rank,
+    reads,
+    size,
+    terms,
+)
 from moe_onnx.rewrite.fuse.meaning import Expert, Meaning, Source
-from moe_onnx.rewrite.fuse.reading_axes import FLOATS, dense
+from moe_onnx.rewrite.fuse.reading_axes import dense
 from moe_onnx.rewrite.fuse.shapes import dims, folded, is_filled, number
 from moe_onnx.rewrite.fuse.views import scalar_of, view
 
@@ -31,32 +43,41 @@ def _equal(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
         return None
     known = ints(other)
     if known is not None and len(known) == 1 and (rank(other) or 0) <= len(ids.axes):
-        return replace(ids, what="hot", expert=known[0]) if known[0] >= 0 else None
+        if known[0] < 0:
+            raise NotThis(node, f"compares them with {known[0]}, which is no expert")
+        return replace(ids, what="hot", expert=known[0])
     if known is not None and known == list(range(len(known))):
         sizes = dims(other) or [len(known)]
         at = next(i for i, many in enumerate(sizes) if many == len(known)) - len(sizes)
         if sizes.count(1) != len(sizes) - 1 or len(sizes) > len(ids.axes) or ids.axes[at] != "1":
-            return None
+            raise NotThis(node, "compares them with numbers that do not stand along an axis of their own")
         if ids.choice.experts is None or len(known) < ids.choice.experts:
-            return None  # no map of all experts: what chose another one is lost
+            # No map of all experts: what chose another one is lost.
+            raise NotThis(node, f"compares them with {len(known)} numbers, not with all {_experts(ids)}")
         axes = list(ids.axes)
         axes[at] = "E"
         return replace(ids, what="hot", axes=tuple(axes))
     count = scalar_of(other)
     if count is not None and (rank(other) == 0 or size(other, 0) == 1) and known is None:
         return replace(ids, what="hot", expert=count)
-    return None
+    raise NotThis(node, f"compares them with '{other.name}', which is no expert, and not all of them")
 
 
 def _one_hot(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     ids, depth = reader.meaning(node.inputs[0], "ids"), number(node.inputs[1])
-    if ids is None or depth is None or not is_zero_one(node.inputs[2]):
+    if ids is None:
         return None
-    if ids.choice.experts is None or depth < ids.choice.experts:
-        return None
+    if not is_zero_one(node.inputs[2]):
+        raise NotThis(node, "has other values than 0 and 1")
+    if depth is None or ids.choice.experts is None or depth < ids.choice.experts:
+        raise NotThis(node, f"is of {depth or 'an unknown number of'} experts, not of all {_experts(ids)}")
     axes = list(ids.axes)
     axes.insert(attribute(node, "axis", -1) % (len(axes) + 1), "E")
     return replace(ids, what="hot", axes=tuple(axes))
+
+
+def _experts(ids: Meaning) -> str:
+    return f"{ids.choice.experts or 'an unknown number of'} experts"
 
 
 def is_zero_one(value: ir.Value | None) -> bool:
@@ -85,12 +106,14 @@ def _reduced(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
         )
     if axes is None or (one.what == "gate" and node.op_type == "ReduceMax"):
         return None
-    letters = {one.axes[axis % len(one.axes)] for axis in axes}
+    gone = places(axes, len(one.axes))
+    if gone is None:
+        return None
+    letters = {one.axes[axis] for axis in gone}
     if letters == {"T", "K"} and one.what == "hot" and "E" in one.axes and not attribute(node, "keepdims", 1):
         return one.turned(("E",))  # whether anybody has chosen it
     if not letters <= {"K", "1"} or "K" not in letters:
-        return None
-    gone = {axis % len(one.axes) for axis in axes}
+        raise NotThis(node, "reduces another axis than that of a token's choices")
     keep = ["1"] if attribute(node, "keepdims", 1) else []
     kept = tuple(x for i, letter in enumerate(one.axes) for x in (keep if i in gone else [letter]))
     return one.turned(kept)
@@ -98,7 +121,9 @@ def _reduced(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
 
 def _greater(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     hot = reader.meaning(node.inputs[0], "hot")
-    return hot if hot is not None and is_filled(node.inputs[1], 0) else None
+    if hot is not None and not is_filled(node.inputs[1], 0):
+        raise NotThis(node, "compares it with something else than 0")
+    return hot
 
 
 def _multiplied(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
@@ -118,44 +143,11 @@ def _multiplied(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | Non
             return _weighted(one, other, value)
         if one.what == "gate" and one.axes == ("T", "E"):
             sizes = dims(other)
-            if node.op_type == "Div" and not _divides(reader, other, one):
+            if node.op_type == "Div" and not divides(reader, other, one):
                 return None
             if sizes is not None and len(sizes) <= 2:
                 return dense(one, value)
     return None
-
-
-def _divides(reader: Reader, by: ir.Value | None, gate: Meaning) -> bool:
-    """Whether zeros stay zeros: by what is not 0, or by the sum of the same weights (0 with all of them)."""
-    for _ in range(8):
-        node = producer(by, "Expand", "Identity", "Cast", "Unsqueeze", "Reshape", "Add", "Max", "Clip")
-        if node is None or (node.op_type == "Cast" and attribute(node, "to", 0) not in FLOATS):
-            break
-        least = reads(node, 1)
-        if node.op_type in ("Max", "Clip") and _is_positive(least):
-            return True
-        if node.op_type == "Add" and not _is_positive(least):
-            return False
-        by = node.inputs[0]
-    total = producer(by, "ReduceSum")
-    if total is not None and ints(reads(total, 1)) not in ([1], [-1]):
-        return False  # of experts, whom nobody may have chosen
-    if total is not None:
-        top = gate.choice.ids.producer()
-        summed = reader.meaning(total.inputs[0], "gate")
-        is_top = is_op(top, "TopK") and top is not None and total.inputs[0] is top.outputs[0]
-        return is_top or (summed is not None and summed.choice == gate.choice)
-    tensor = fixed(by)
-    return tensor is not None and tensor.size <= 1024 and bool((tensor.numpy() != 0).all())
-
-
-def _is_positive(value: ir.Value | None) -> bool:
-    node, tensor = producer(value, "Constant"), fixed(value)
-    if node is not None:
-        tensor = attribute(node, "value", None)
-        if tensor is None:
-            return bool(attribute(node, "value_float", 0.0) > 0)
-    return tensor is not None and tensor.size == 1 and float(tensor.numpy().reshape(-1)[0]) > 0
 
 
 def _scaled(at: Meaning, factor: ir.Value | None) -> Meaning | None:
@@ -197,7 +189,9 @@ def _where(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
         return None
     if is_filled(node.inputs[2], 0):
         return replace(hot, what="gate", source=Source("dense", value))
-    return replace(hot, what="masked") if is_filled(node.inputs[2], float("-inf")) else None
+    if not is_filled(node.inputs[2], float("-inf")):
+        raise NotThis(node, "puts something else than zeros, or -inf, where an expert is not chosen")
+    return replace(hot, what="masked")
 
 
 def _scattered(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
@@ -205,16 +199,16 @@ def _scattered(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None
     ids = reader.meaning(node.inputs[1], "ids")
     if ids is None or ids.axes != ("T", "K") or not is_op(node, "ScatterElements"):
         return None
-    if attribute(node, "axis", 0) not in (1, -1) or attribute(node, "reduction", "none") not in (
-        "none",
-        "add",
-    ):
-        return None
+    kind = attribute(node, "reduction", "none")
+    if attribute(node, "axis", 0) not in (1, -1):
+        raise NotThis(node, "puts along another axis than that of experts")
+    if kind not in ("none", "add"):
+        raise NotThis(node, f"puts by reduction={kind!r}")
     made = replace(ids, axes=("T", "E"))
-    if is_filled(node.inputs[0], float("-inf")) and attribute(node, "reduction", "none") == "none":
+    if is_filled(node.inputs[0], float("-inf")) and kind == "none":
         return replace(made, what="masked")
     if not is_filled(node.inputs[0], 0):
-        return None
+        raise NotThis(node, "puts into what is not known to be zeros, or -inf")
     if is_filled(node.inputs[2], 1):
         return replace(made, what="hot")
     return replace(made, what="gate", source=Source("dense", value))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import attribute, rank, size
+from moe_onnx.rewrite.fuse.graph import NotThis, attribute, rank, size
 from moe_onnx.rewrite.fuse.grids import grid
 from moe_onnx.rewrite.fuse.meaning import Meaning, Source, Walk
 from moe_onnx.rewrite.fuse.reading_axes import taken
@@ -31,7 +31,7 @@ def _non_zero(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
     else:
         order = {"T": "tokens", "TK": "tokens", "P": "tokens", "KT": "choices"}.get("".join(letters))
     if order is None:
-        return None
+        raise NotThis(node, f"finds places by {list(hot.axes)}, in no order that is known")
     walk = Walk(hot.choice, hot.expert, order)
     axes = ("2", "N") if len(hot.axes) > 1 else ("1", "N")
     return Meaning("at", axes, hot.choice, walk=walk, coords=hot.axes)
@@ -72,6 +72,8 @@ def _gather(reader: Reader, node: ir.Node, value: ir.Value) -> Meaning | None:
             return None
         return _picked(reader, data, at, axis % (rank(data) or 1))
     if not isinstance(one, Meaning) or index is None:
+        return None
+    if not -len(one.axes) <= axis < len(one.axes):
         return None
     axis %= len(one.axes)
     flat = rank(index)

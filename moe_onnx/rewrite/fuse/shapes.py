@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import attribute, fixed, ints, is_op, producer, rank, reads, size
+from moe_onnx.rewrite.fuse.casts import FLOATS
+from moe_onnx.rewrite.fuse.graph import attribute, fixed, ints, is_op, producer, rank, reads
 
 _MATH: dict[str, Callable[[int, int], int]] = {
     "Add": lambda a, b: a + b,
@@ -14,10 +16,6 @@ _MATH: dict[str, Callable[[int, int], int]] = {
     "Mul": lambda a, b: a * b,
     "Div": lambda a, b: a // b,
 }
-_KEEP_ROWS = (
-    "Gemm", "MatMul", "Softmax", "LogSoftmax", "Sigmoid", "Cast", "Identity", "TopK", "LayerNormalization",
-    "RMSNormalization", "Relu", "Tanh", "Neg", "ArgMax",
-)  # fmt: skip
 _DEEP = 60
 _LONG = 1024  # elements
 
@@ -70,6 +68,9 @@ def _fold(value: ir.Value, known: Known, depth: int) -> list[int | None] | None:
             return None
         start, end = attribute(node, "start", 0), attribute(node, "end", None)
         return [d if isinstance(d, int) else None for d in sizes][start:end]
+    flat = node.op_type in ("Unsqueeze", "Squeeze", "Reshape", "Cast", "Identity")
+    if not flat and any((rank(one) or 0) > 1 for one in node.inputs):
+        return None  # of a matrix, a list of numbers says too little
     if node.op_type == "Concat":
         parts = [_folded(one, known, depth + 1) for one in node.inputs]
         return None if any(part is None for part in parts) else [n for part in parts for n in part or ()]
@@ -84,7 +85,7 @@ def _fold(value: ir.Value, known: Known, depth: int) -> list[int | None] | None:
         return None
     if node.op_type == "Cast" and attribute(node, "to", 0) not in (ir.DataType.INT32, ir.DataType.INT64):
         return first if set(first) <= {0, 1} else None  # a bool keeps no number, a float rounds otherwise
-    if node.op_type in ("Unsqueeze", "Squeeze", "Reshape", "Cast", "Identity"):
+    if flat:
         return first
     if node.op_type == "Gather":
         at = given[1]
@@ -112,8 +113,8 @@ def _fold(value: ir.Value, known: Known, depth: int) -> list[int | None] | None:
         return [None if a is None or b is None else int(a == b) for a, b in zip(left, right, strict=True)]
     if node.op_type == "Div" and any(n is not None and n < low for n, low in _division(left, right)):
         return None
-    math = _MATH[node.op_type]
-    return [None if a is None or b is None else math(a, b) for a, b in zip(left, right, strict=True)]
+    of = _MATH[node.op_type]
+    return [None if a is None or b is None else of(a, b) for a, b in zip(left, right, strict=True)]
 
 
 def _division(left: list[int | None], right: list[int | None]) -> list[tuple[int | None, int]]:
@@ -143,87 +144,6 @@ def wanted_shape(node: ir.Node) -> list[int | None] | None:
     return [d if isinstance(d, int) and a is None else a for a, d in zip(asked, made, strict=True)]
 
 
-def plain_rows(value: ir.Value | None) -> ir.Value | None:
-    """A value behind nodes that keep its rows as they are, or make a matrix of the same rows again."""
-    for _ in range(_DEEP):
-        node = producer(value, "Identity", "Reshape", "Cast")
-        if node is None:
-            return value
-        if node.op_type == "Reshape":
-            shape, inner = folded(reads(node, 1)), node.inputs[0]
-            width = size(inner, -1)
-            if shape is None or len(shape) != 2 or width is None or shape[1] != width:
-                return value
-            if rank(inner) == 2 or producer(inner, "Reshape") is not None:
-                value = inner
-                continue
-            return value
-        value = node.inputs[0]
-    return value
-
-
-def same_rows(one: ir.Value | None, other: ir.Value | None) -> bool:
-    """Whether two values are known to have first axes of one size."""
-    left, right = dims(one), dims(other)
-    if left and right and left[0] is not None and left[0] == right[0]:
-        return True
-    return bool(_sources(one) & _sources(other))
-
-
-def _sources(value: ir.Value | None) -> set[tuple[object, ...]]:
-    """Where a value has its rows from: values, and flattened ones by their source and width."""
-    found: set[tuple[object, ...]] = set()
-    for _ in range(_DEEP):
-        if value is None:
-            break
-        found.add((value,))
-        node = value.producer()
-        if node is not None and is_op(node, "Reshape"):
-            shape, width = folded(reads(node, 1)), size(node.inputs[0], -1)
-            if shape is not None and len(shape) == 2 and width is not None and shape[1] == width:
-                inner: ir.Value | None = node.inputs[0]
-                found.add((inner, "flat"))
-                if rank(inner) == 2:
-                    value = inner
-                    continue
-            break
-        if node is None or not is_op(
-            node, *_KEEP_ROWS, "Add", "Mul", "Div", "Sub", "Expand", "ConstantOfShape"
-        ):
-            break
-        if node.op_type in ("Expand", "ConstantOfShape"):
-            shaped = reads(node, 1 if node.op_type == "Expand" else 0)
-            value = _shaped_like(shaped)
-        elif node.op_type == "Gemm" and attribute(node, "transA", 0):
-            break
-        elif node.op_type in ("Add", "Mul", "Div", "Sub"):
-            # The operand of as many axes that is not broadcast.
-            axes = rank(value)
-            rows = [v for v in node.inputs if axes is not None and rank(v) == axes and size(v, 0) != 1]
-            value = rows[0] if rows else None
-        elif rank(node.inputs[0]) != 2 or attribute(node, "axis", -1) == 0:
-            break
-        else:
-            value = node.inputs[0]
-    return found
-
-
-def _shaped_like(shape: ir.Value | None) -> ir.Value | None:
-    """The value whose rows a shape counts first."""
-    node = producer(shape, "Shape", "Concat")
-    while node is not None and node.op_type == "Concat":
-        node = producer(node.inputs[0], "Shape", "Unsqueeze", "Gather", "Slice", "Reshape")
-        while node is not None and node.op_type != "Shape":
-            if node.op_type == "Gather" and ints(reads(node, 1)) != [0]:
-                return None
-            if node.op_type == "Slice" and ints(reads(node, 1)) != [0]:
-                return None
-            node = producer(node.inputs[0], "Shape", "Unsqueeze", "Gather", "Slice", "Reshape")
-    if node is None or attribute(node, "start", 0) != 0:
-        return None
-    return node.inputs[0]
-
-
 def is_filled(value: ir.Value | None, fill: float) -> bool:
     """Whether every element of a value is known to be one number."""
     for _ in range(_DEEP):
@@ -235,6 +155,8 @@ def is_filled(value: ir.Value | None, fill: float) -> bool:
             return (0.0 if tensor is None else float(tensor.numpy().reshape(-1)[0])) == fill
         if node.op_type == "Constant":
             break
+        if node.op_type == "Cast" and math.isinf(fill) and attribute(node, "to", 0) not in FLOATS:
+            return False
         value = node.inputs[0]
     if value is None:
         return False
@@ -249,3 +171,15 @@ def is_filled(value: ir.Value | None, fill: float) -> bool:
     if tensor is None or tensor.size > 1024 or tensor.size == 0:
         return False
     return bool((tensor.numpy().astype("float64") == fill).all())
+
+
+def asked_dims(shape: ir.Value | None, made: ir.Value) -> list[int | str | None]:
+    """The sizes that an Expand asks for, with names where they are those of another value."""
+    numbers = folded(shape)
+    node = producer(shape, "Shape")
+    named = dims(node.inputs[0]) if node is not None else None
+    if node is not None and named is not None:
+        named = named[attribute(node, "start", 0) : attribute(node, "end", None)]
+    if numbers is None:
+        return named if named is not None else [None] * (rank(made) or 0)
+    return [d if n is None else n for n, d in zip(numbers, named or [None] * len(numbers), strict=True)]

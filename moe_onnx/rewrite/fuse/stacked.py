@@ -24,8 +24,9 @@ from moe_onnx.rewrite.fuse.layer import check_tokens, dispatched, weighted_sum
 from moe_onnx.rewrite.fuse.meaning import Meaning
 from moe_onnx.rewrite.fuse.products import plain
 from moe_onnx.rewrite.fuse.reading import Reader
+from moe_onnx.rewrite.fuse.row_counts import same_rows
 from moe_onnx.rewrite.fuse.rows import ELEMENTWISE
-from moe_onnx.rewrite.fuse.shapes import dims, folded, same_rows
+from moe_onnx.rewrite.fuse.shapes import dims, folded
 
 _DEEP = 150
 

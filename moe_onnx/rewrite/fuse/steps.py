@@ -19,7 +19,7 @@ from moe_onnx.rewrite.fuse.graph import (
 )
 from moe_onnx.rewrite.fuse.meaning import Meaning, Walk
 from moe_onnx.rewrite.fuse.reading import Reader
-from moe_onnx.rewrite.fuse.reading_axes import asked_dims
+from moe_onnx.rewrite.fuse.row_counts import columns
 from moe_onnx.rewrite.fuse.shapes import folded, is_filled
 
 
@@ -124,22 +124,8 @@ def updates_of(
 def whole_rows(node: ir.Node) -> bool:
     """Whether a ScatterElements puts all columns: its index has the shape of its updates."""
     data, index, updates = node.inputs[:3]
-    put = {_columns(value) for value in (index, updates)} - {None}
-    return len(put) == 1 and put == {_columns(data)}
-
-
-def _columns(value: ir.Value | None) -> int | None:
-    """The columns of a matrix, also where inference does not say."""
-    for _ in range(1000):
-        found, node = size(value, 1), producer(value, "Expand", "ScatterElements", "ScatterND")
-        if found is not None or node is None or value is None:
-            return found
-        if node.op_type == "Expand":
-            asked = asked_dims(node.inputs[1], value)
-            last = asked[1] if len(asked) == 2 else None
-            return last if isinstance(last, int) and last > 1 else None
-        value = node.inputs[0]
-    return None
+    put = {columns(value) for value in (index, updates)} - {None}
+    return len(put) == 1 and put == {columns(data)}
 
 
 def _keeps(reader: Reader, node: ir.Node, at: Meaning, flat: bool) -> bool:
@@ -165,8 +151,8 @@ def _keeps(reader: Reader, node: ir.Node, at: Meaning, flat: bool) -> bool:
             and len(shape) == 2
             and shape[1] == width
         )
-    columns = shape[-1] if shape else size(node.outputs[0], 1)
-    if rank(given) != 2 or rank(node.outputs[0]) != 2 or columns not in (1, size(given, 1)):
+    last = shape[-1] if shape else size(node.outputs[0], 1)
+    if rank(given) != 2 or rank(node.outputs[0]) != 2 or last not in (1, size(given, 1)):
         return False
     return (shape is not None and shape[0] == 1) or _is_first_row(reader, node.inputs[1], at)
 

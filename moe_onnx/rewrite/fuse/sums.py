@@ -31,7 +31,8 @@ from moe_onnx.rewrite.fuse.graph import (
     size,
 )
 from moe_onnx.rewrite.fuse.orders import Order, order_of, pairs_of
-from moe_onnx.rewrite.fuse.shapes import folded, is_filled, number, same_rows
+from moe_onnx.rewrite.fuse.row_counts import same_rows
+from moe_onnx.rewrite.fuse.shapes import folded, is_filled, number
 from moe_onnx.rewrite.fuse.steps import whole_rows
 from moe_onnx.rewrite.fuse.walk import finish
 from moe_onnx.rewrite.notes import MARK
@@ -162,7 +163,9 @@ def _rewrite(graph: ir.Graph, one: Sum, e: Inserter) -> str:
         return f"sum of {top_k} rows a token is MoeInitRoutingV2Grad"
     first = only_user(one.node.outputs[0])
     assert first is not None
-    block = Block(one.index, one.index, top_k, 0, True)
+    sorted_pairs = pairs_of(order)
+    ids = one.index if sorted_pairs is None or sorted_pairs[1] != top_k else sorted_pairs[0]
+    block = Block(order.like, ids, top_k, 0, True)
     block.tokens = one.rows
     finish(block, one.node.outputs[0], first)
     weights, total = block.weights, block.total

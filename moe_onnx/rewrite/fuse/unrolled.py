@@ -20,7 +20,8 @@ from moe_onnx.rewrite.fuse.graph import Inserter, NotThis, is_op, put, rank
 from moe_onnx.rewrite.fuse.layer import Layer, Weighted, build, check_experts, check_tokens, told, weighted
 from moe_onnx.rewrite.fuse.meaning import Lost, Meaning, Source, Walk
 from moe_onnx.rewrite.fuse.reading import Reader
-from moe_onnx.rewrite.fuse.shapes import is_filled, same_rows
+from moe_onnx.rewrite.fuse.row_counts import same_rows
+from moe_onnx.rewrite.fuse.shapes import is_filled
 from moe_onnx.rewrite.fuse.steps import Step, step_of
 from moe_onnx.rewrite.fuse.walk import finish
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from moe_onnx.rewrite.fuse.graph import attribute, ints, producer, rank, reads, size
+from moe_onnx.rewrite.fuse.casts import keeps_number
+from moe_onnx.rewrite.fuse.graph import attribute, ints, places, producer, rank, reads, size
 from moe_onnx.rewrite.fuse.meaning import View
 from moe_onnx.rewrite.fuse.shapes import wanted_shape
 
@@ -30,6 +31,8 @@ def _step(node: ir.Node, inner: View, value: ir.Value) -> View | None:
         return inner
     if node.op_type == "Transpose":
         perm = attribute(node, "perm", None) or range(len(axes))[::-1]
+        if sorted(perm) != list(range(len(axes))):
+            return None
         return View(inner.base, tuple(axes[i] for i in perm))
     if node.op_type == "Flatten":
         at = attribute(node, "axis", 1)
@@ -42,10 +45,12 @@ def _step(node: ir.Node, inner: View, value: ir.Value) -> View | None:
         return None
     if node.op_type == "Unsqueeze":
         many = len(axes) + len(numbers)
-        new, old = {n % many for n in numbers}, iter(axes)
+        new, old = places(numbers, many), iter(axes)
+        if new is None:
+            return None
         return View(inner.base, tuple("1" if i in new else next(old) for i in range(many)))
-    gone = {n % len(axes) for n in numbers}
-    if any(axes[i] != "1" for i in gone):
+    gone = places(numbers, len(axes))
+    if gone is None or any(axes[i] != "1" for i in gone):
         return None
     return View(inner.base, tuple(axis for i, axis in enumerate(axes) if i not in gone))
 
@@ -89,17 +94,10 @@ def scalar_of(value: ir.Value | None) -> ir.Value | None:
     """The number that a value of one element is, behind nodes that reshape it, or keep it an integer."""
     for _ in range(_DEEP):
         node = producer(value, "Reshape", "Unsqueeze", "Squeeze", "Cast", "Identity")
-        if node is None or (node.op_type == "Cast" and not _keeps_number(node)):
+        if node is None or (node.op_type == "Cast" and not keeps_number(node)):
             break
         value = node.inputs[0]
     return value
-
-
-def _keeps_number(cast: ir.Node) -> bool:
-    """Whether the numbers of experts stay what they are: no bool, no rounding, no narrow integers."""
-    given = None if cast.inputs[0] is None else cast.inputs[0].dtype
-    to = attribute(cast, "to", 0)
-    return to in (ir.DataType.INT32, ir.DataType.INT64) and given is not None and given.is_integer()
 
 
 def repeated_tokens(data: ir.Value | None, top_k: int) -> ir.Value | None:

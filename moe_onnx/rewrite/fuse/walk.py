@@ -18,6 +18,7 @@ from moe_onnx.rewrite.fuse.graph import (
     size,
 )
 from moe_onnx.rewrite.fuse.products import on_axis
+from moe_onnx.rewrite.fuse.row_counts import same_rows
 from moe_onnx.rewrite.fuse.rows import check_row_by_row
 from moe_onnx.rewrite.fuse.shapes import dims, folded
 
@@ -47,6 +48,8 @@ def walk(block: Block) -> None:
             if node in lifted:
                 if len({use.node for use in node.outputs[0].uses()}) != len(lifted[node]):
                     raise NotThis(node, "its rows are read by something else than products with weights")
+                if node.outputs[0].is_graph_output():
+                    raise NotThis(node, f"rows '{node.outputs[0].name}' are an output of the graph")
                 done.add(node)
                 new = [product.squeeze.outputs[0] for product in lifted[node]]
             elif _is_end(node, value):
@@ -165,7 +168,7 @@ def finish(block: Block, rows: ir.Value, node: ir.Node) -> None:
         if lifted is None or not on_axis(lifted, 2) or rank(lifted.inputs[0]) != 2:
             raise NotThis(total, "weights are not [T, K, 1] of [T, K]")
         flat = lifted.inputs[0]
-        if size(flat, 1) != block.top_k or (size(flat, 0) == 1 and size(block.tokens, 0) != 1):
+        if size(flat, 1) != block.top_k:
             raise NotThis(total, f"weights are not known to be of K = {block.top_k} experts for each token")
         total = only_user(total.outputs[0])
     if total is None or not is_op(total, "ReduceSum"):
@@ -178,9 +181,26 @@ def finish(block: Block, rows: ir.Value, node: ir.Node) -> None:
         kept = before.inputs[0]
     assert flat is not None
     fits = rank(kept) == 2 and size(kept, 1) == block.top_k
+    weights = kept if fits and kept is not None else flat
+    by_row = node.op_type == "Mul"
+    if not _is_as_many(block, weights, rows if by_row else shaped.outputs[0], by_row=by_row):
+        raise NotThis(total, f"weights '{weights.name}' are not known to be as many as the rows")
     block.weighted, block.end, block.total = rows, node, total
-    block.weights = kept if fits else flat
+    block.weights = weights
     _check_dtypes(block)
+
+
+def _is_as_many(block: Block, weights: ir.Value, rows: ir.Value, *, by_row: bool) -> bool:
+    """Whether there is one weight a pair, or ``[1, K]`` for all tokens: a single pair takes many weights."""
+    if same_rows(weights, rows) or any(same_rows(weights, ids) for ids in (block.ids, block.flat_ids)):
+        return True
+    if rank(weights) != 2:
+        return False
+    many, pairs = size(weights, 0), size(block.flat_ids, 0)
+    if many is not None and pairs is not None and many * block.top_k == pairs:
+        return True
+    # One by one, K numbers a token are never a single one.
+    return block.top_k > 1 if by_row else many == 1
 
 
 def _is_by_token(shaped: ir.Node, shape: list[int | None] | None, width: int | None, block: Block) -> bool:
