@@ -9,6 +9,7 @@ import functools
 import gc
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 import onnxruntime
@@ -109,6 +110,15 @@ def pytest_report_header(config: pytest.Config) -> str:
     from moe_onnx.kernels import native
 
     return f"native kernels: {native.build_line() or native.unavailable()}"
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the workers of a run have in common, for what takes long to make."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def group_of(nodeid: str) -> str:
