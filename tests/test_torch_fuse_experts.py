@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 from test_fuse import ASCEND, ours
@@ -44,15 +45,11 @@ CASES = [(name, dynamo) for name in LAYERS for dynamo in (True, False) if ONLY.g
 
 
 @pytest.mark.parametrize(("name", "dynamo"), CASES)
-def test_exports_give_the_values_and_gradients_of_torch(name: str, dynamo: bool, tmp_path: Path) -> None:
-    import torch
+def test_exports_give_the_values_and_gradients_of_torch(name: str, dynamo: bool, shared_folder: Path) -> None:
     import torch_experts
 
-    kind, stacked, bias = LAYERS[name]
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    module = getattr(torch_experts, kind)(stacked, bias).eval()
-    before = torch_experts.exported(module, tmp_path / "layer.onnx", dynamo)
+    module, path = torch_experts.exported(*LAYERS[name], dynamo, shared_folder)
+    before = onnx.load(path)
     done = apply_passes(before, ["fuse"])
     assert not done.report.skipped
     assert len(done.report.applied) == 1

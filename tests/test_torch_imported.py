@@ -148,19 +148,16 @@ def test_language_models_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "dynamo"), CASES)
-def test_layers_as_people_write_them(name: str, dynamo: bool, tmp_path: Path) -> None:
+def test_layers_as_people_write_them(name: str, dynamo: bool, shared_folder: Path) -> None:
     """Loops, dense and permuted experts: fused, trained by torch's gradients, and served by MoE."""
     import torch
     import torch_experts
 
-    kind, stacked, bias = LAYERS[name]
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    module, path = getattr(torch_experts, kind)(stacked, bias).eval(), tmp_path / "layer.onnx"
-    torch_experts.exported(module, path, dynamo)
+    module, path = torch_experts.exported(*LAYERS[name], dynamo, shared_folder)
     graph = moe_onnx.training_graph_from(path, loss="mean-squared-error", assembly="grad")
     config = graph.manifest.config
     assert len(config["fused"]) == 1 and not config["not_fused"] and len(config["verified"]) > 3
+    torch.manual_seed(1)
     x, target = (torch.randn(13, torch_experts.HIDDEN) for _ in range(2))
     loss = torch.nn.functional.mse_loss(module(x), target)
     loss.backward()
@@ -171,7 +168,7 @@ def test_layers_as_people_write_them(name: str, dynamo: bool, tmp_path: Path) ->
     assert sum(one.size for one in graph.manifest.parameters) == sum(p.numel() for p in theirs.values())
     named = [one for one in graph.manifest.parameters if one.name in theirs]
     # What the exporter has folded has no name of torch's any more, with fuse or without.
-    assert len(named) == len(theirs) or stacked
+    assert len(named) == len(theirs) or LAYERS[name][1]
     for one in named:
         want = theirs[one.name].grad.numpy()
         assert np.abs(found[one.gradient] - want).max() <= 1e-5 * np.abs(want).max(), one.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -222,8 +223,21 @@ class WhileLoop(Layer):
         return while_loop(lambda e, out: e < EXPERTS, turn, (torch.tensor(0), torch.zeros_like(x)))[1]
 
 
-def exported(module: Any, path: Path, dynamo: bool) -> onnx.ModelProto:
-    """By torch.onnx.export, for any number of tokens."""
+def exported(kind: str, stacked: bool, bias: bool, dynamo: bool, folder: Path) -> tuple[Any, Path]:
+    """The layer of a class, and its export by torch, made once for all tests that share a folder."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    module = globals()[kind](stacked, bias).eval()
+    path = folder / f"{kind}-{stacked}-{bias}-{dynamo}.onnx"
+    if not path.exists():
+        own = path.with_suffix(f".{os.getpid()}")
+        _export(module, own, dynamo)
+        own.replace(path)  # whole or not there: the other worker may be at it too
+    return module, path
+
+
+def _export(module: Any, path: Path, dynamo: bool) -> None:
+    """For any number of tokens, in one file."""
     # Many: where an expert gets one row, TorchScript freezes that number.
     x = torch.randn(64, HIDDEN)
     if dynamo:
@@ -238,7 +252,6 @@ def exported(module: Any, path: Path, dynamo: bool) -> onnx.ModelProto:
             module, (x,), str(path), dynamo=False, input_names=["x"], output_names=["y"], dynamic_axes=axes,
             opset_version=18,
         )  # fmt: skip
-    return onnx.load(path)
 
 
 def gradients(module: Any, model: onnx.ModelProto) -> dict[str, Any]:
