@@ -46,6 +46,7 @@ from moe_onnx.operators.moe_grouped_matmul import moe_grouped_matmul
 from moe_onnx.operators.moe_grouped_matmul_weight_grad import moe_grouped_matmul_weight_grad
 from moe_onnx.operators.moe_init_routing_v2 import moe_init_routing_v2
 from moe_onnx.operators.moe_init_routing_v2_grad import moe_init_routing_v2_grad
+from moe_onnx.operators.moe_square_sum import moe_square_sum
 from moe_onnx.operators.moe_swi_glu import moe_swi_glu
 from moe_onnx.operators.moe_swi_glu_grad import moe_swi_glu_grad
 from moe_onnx.operators.moe_token_permute_with_routing_map import moe_token_permute_with_routing_map
@@ -133,6 +134,7 @@ __all__ = [
     "moe_grouped_matmul_weight_grad",
     "moe_init_routing_v2",
     "moe_init_routing_v2_grad",
+    "moe_square_sum",
     "moe_swi_glu",
     "moe_swi_glu_grad",
     "moe_token_permute_with_routing_map",

@@ -501,6 +501,7 @@ def routing() -> Iterator[Case]:
             kind: dict[str, Any] = {"domain": DOMAIN, "transpose_weight": transpose, "wrt": wrt}
             yield case("MoeGroupedMatmul", rows, weight, sizes, **kind)
     yield case("MoeGroupedMatmul", normal(0, 3), normal(2, 3, 2), ints([0, 0], np.int32), domain=DOMAIN)
+    yield case("MoeSquareSum", normal(2, 3, 4), domain=DOMAIN)
     yield case("MoeSwiGlu", normal(5, 6), domain=DOMAIN)
     yield case("MoeSwiGlu", normal(0, 6), domain=DOMAIN, note="no rows")
 

@@ -263,6 +263,11 @@ def swi_glu_grad(m: Maker) -> tuple[list[Any], dict[str, Any]]:
     return [m.floats(m.slots, m.hidden), m.floats(m.slots, 2 * m.hidden + m.odds(0.05))], {}
 
 
+def square_sum(m: Maker) -> tuple[list[Any], dict[str, Any]]:
+    shape = pick(m.rng, ((), (0,), (m.hidden,), (m.slots, m.hidden), (3, 200, m.hidden), (2, 0, m.hidden)))
+    return [m.floats(*shape, dtype=pick(m.rng, (*[np.float32] * 6, np.float64, np.float16)))], {}
+
+
 def adam_w(m: Maker) -> tuple[list[Any], dict[str, Any]]:
     dtype = pick(m.rng, (np.float32, np.float32, np.float64))
     shape = (m.slots, m.hidden)
@@ -290,5 +295,6 @@ MAKERS: dict[str, Callable[[Maker], tuple[list[Any], dict[str, Any]]]] = {
     "MoeGroupedMatmulWeightGrad": weight_grad,
     "MoeSwiGlu": swi_glu,
     "MoeSwiGluGrad": swi_glu_grad,
+    "MoeSquareSum": square_sum,
     "MoeAdamW": adam_w,
 }

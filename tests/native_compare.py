@@ -20,6 +20,7 @@ DOTS = {
     ("MoeFinalizeRoutingV2Grad", 1): lambda inputs: inputs[0].shape[1],
     ("MoeGroupedMatmul", 0): lambda inputs: inputs[0].shape[1],
     ("MoeGroupedMatmulWeightGrad", 0): lambda inputs: len(inputs[0]),
+    ("MoeSquareSum", 0): lambda inputs: 1,  # in double precision
 }
 # Outputs whose exponentials' bits are not promised.
 INEXACT = {*DOTS, ("MoeSwiGlu", 0), ("MoeSwiGluGrad", 0)}

@@ -11,6 +11,7 @@ import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, TypeVar
 
 import numpy as np
@@ -367,6 +368,15 @@ def grouped_matmul_weight_grad(
             for f in range(width):
                 grad[e, h, f] = _acc(x)(_dot(x[rows, h], grad_y[rows, f])).astype(x.dtype)
     return grad.transpose(0, 2, 1) if transpose_weight else grad
+
+
+def square_sum(x: Array) -> Array:
+    """The sum of all squares, of fractions, rounded once: infinities and NaNs are added up as such."""
+    values = [float(value) for value in x.reshape(-1)]
+    if not all(map(math.isfinite, values)):
+        return np.asarray(sum(value * value for value in values), x.dtype)
+    with np.errstate(over="ignore"):
+        return np.asarray(np.float64(sum(Fraction(value) ** 2 for value in values))).astype(x.dtype)
 
 
 def swi_glu(x: Array) -> Array:

@@ -155,7 +155,7 @@ def test_what_is_in_each_form() -> None:
         assert graph.manifest.config["unroll_experts"] == unroll
     have = counts(build(layer(), "native").model)
     assert (have["MoeGroupedMatmul"], have["MoeGroupedMatmulWeightGrad"], have["MoeAdamW"]) == (4, 2, 3)
-    assert (have["MoeSwiGlu"], have["MoeSwiGluGrad"]) == (1, 1)
+    assert (have["MoeSwiGlu"], have["MoeSwiGluGrad"], have["MoeSquareSum"]) == (1, 1, 3)
     geglu = dataclasses.replace(layer(), expert_activation="geglu")
     assert counts(build(geglu, "native").model)["MoeSwiGlu"] == 0
     default = moe_onnx.build_training_graph(layer()).model

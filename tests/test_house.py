@@ -178,6 +178,7 @@ def test_public_names() -> None:
         "moe_grouped_matmul_weight_grad",
         "moe_init_routing_v2",
         "moe_init_routing_v2_grad",
+        "moe_square_sum",
         "moe_swi_glu",
         "moe_swi_glu_grad",
         "moe_token_permute_with_routing_map",

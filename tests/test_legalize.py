@@ -585,7 +585,7 @@ def casting(op: str, dtype: str, static: bool) -> tuple[onnx.ModelProto, Any, li
         np.array([2, 2, 2, 2, 16, 4, 2], np.float32) / 4,
     ]
     gates = np.array([[-128, 128, 2, 3], [0, 128, 4, -5]], np.float32)
-    if op == "MoeAdamW" and "16" in dtype:
+    if op in ("MoeAdamW", "MoeSquareSum") and "16" in dtype:
         dtype = "float64"
     calls: dict[str, tuple[dict[str, Any], dict[str, Any], list[Any]]] = {
         INIT: (FEED, {"top_k": 2}, [GRAD_X]),
@@ -636,6 +636,7 @@ def casting(op: str, dtype: str, static: bool) -> tuple[onnx.ModelProto, Any, li
             {},
             [oracles.swi_glu_grad(gates[:, :2] / 128, gates)],
         ),
+        "MoeSquareSum": ({"x": gates}, {}, [oracles.square_sum(gates)]),
         "MoeAdamW": (
             dict(zip("pgmvf", update, strict=True)),
             {},

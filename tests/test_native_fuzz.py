@@ -79,8 +79,10 @@ def test_the_fuzz_can_fail(op: str) -> None:
     right = next(
         (c, w) for c, w in made if not w[0] and all(c.wanted) and np.isfinite(_floats(w[1][0])).all()
     )
-    wrong = next((c, w) for c, w in made if w[0])
-    assert problem(*wrong, _result(wrong[0], "", []))
+    wrong = next(((c, w) for c, w in made if w[0]), None)
+    assert (wrong is None) == (op == "MoeSquareSum")  # whose errors are all seen before it runs
+    if wrong is not None:
+        assert problem(*wrong, _result(wrong[0], "", []))
     assert problem(*right, _result(right[0], "refused", []))
     assert not problem(*right, _result(right[0], "", right[1][1]))
     for at, value in enumerate(right[1][1]):

@@ -265,7 +265,8 @@ def test_sessions_are_deterministic_at_any_thread_count(op: str, route: str) -> 
     "op",
     [
         *(INIT, INIT_GRAD, PERMUTE, PERMUTE_GRAD, UN, UN_GRAD),
-        *("MoeGroupedMatmul", "MoeGroupedMatmulWeightGrad", "MoeSwiGlu", "MoeSwiGluGrad", "MoeAdamW"),
+        *("MoeGroupedMatmul", "MoeGroupedMatmulWeightGrad", "MoeSwiGlu", "MoeSwiGluGrad"),
+        *("MoeSquareSum", "MoeAdamW"),
     ],
 )
 @pytest.mark.parametrize("route", ROUTES)
@@ -286,6 +287,7 @@ def test_non_contiguous_inputs_work_and_stay_as_they_are(op: str, route: str) ->
         "MoeGroupedMatmulWeightGrad": [rows, ints(rng, 12, 2), np.array([5, 0, 3, 4], np.int32)],
         "MoeSwiGlu": [128 * ints(rng, 12, 6)],  # exp tells open and closed gates without a rest
         "MoeSwiGluGrad": [rows, 128 * ints(rng, 12, 6)],
+        "MoeSquareSum": [rows],
         "MoeAdamW": [*(ints(rng, 6, 4, 3) for _ in range(3)), ints(rng, 6, 4, 3) ** 2, ints(rng, 7) ** 2 + 1],
     }
     attributes = {"top_k": 2} if op == INIT_GRAD else {}

@@ -179,6 +179,11 @@ def test_shapes_of_the_gradient_of_the_dispatch_by_map() -> None:
     assert inferred(name, unknown) == [("FLOAT", [None, None])] * 2
 
 
+def test_shapes_of_the_sum_of_squares() -> None:
+    assert inferred("MoeSquareSum", {"x": ("float32", [3, None])}) == [("FLOAT", [])]
+    assert inferred("MoeSquareSum", {"x": ("float64", None)}) == [("DOUBLE", [])]
+
+
 def test_shapes_of_the_activation() -> None:
     rows: Values = {"x": ("float16", ["N", 32])}
     assert inferred("MoeSwiGlu", rows) == [("FLOAT16", ["N", 16])]

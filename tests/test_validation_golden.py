@@ -35,6 +35,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "MoeGroupedMatmulWeightGrad": oracles.grouped_matmul_weight_grad,
     "MoeSwiGlu": oracles.swi_glu,
     "MoeSwiGluGrad": oracles.swi_glu_grad,
+    "MoeSquareSum": oracles.square_sum,
     "MoeAdamW": oracles.adam_w,
 }
 CASES = [(spec.name, mode) for spec in ALL for mode in golden_modes(spec.name)]
@@ -52,13 +53,13 @@ def split(op: str, entries: dict[str, Any]) -> tuple[list[Any], dict[str, Any], 
 
 
 def takes(op: str, dtype: str) -> bool:
-    """Updates are made in float32 alone."""
-    return op != "MoeAdamW" or dtype == "float32"
+    """Updates and norms are made in float32 alone."""
+    return op not in ("MoeAdamW", "MoeSquareSum") or dtype == "float32"
 
 
 def test_every_operator_has_cases() -> None:
     assert {op for op, _ in CASES} == set(BY_NAME)
-    assert len(CASES) == 55
+    assert len(CASES) == 56
 
 
 @all_of("case", CASES)

@@ -105,7 +105,7 @@ class Draft:
         trained = [param for param in self.params if param.trained]
         gradients = self._gradients(done, trained)
         with self.e.scope("grad_norm"):
-            norm = global_norm(self.e, gradients, [param.shape for param in trained])
+            norm = global_norm(self.e, gradients, [param.shape for param in trained], self.fused)
         changes = {param.name: gradient for param, gradient in zip(trained, gradients, strict=True)}
         biases = [param.name for param in self.params if not param.trained]
         if biases:  # one for each layer with experts

@@ -156,8 +156,9 @@ def build_training_graph(
             - ``"body"``: what is fastest in runtimes without this package's kernels: few experts get nodes
               of their own, SwiGLU and AdamW are made of standard operators.
             - ``"native"``: what is fastest by native kernels: one MoeGroupedMatmul a product, one MoeSwiGlu
-              (with a SwiGLU of experts), one MoeAdamW a parameter. Updates have the same bits; sums over
-              the experts' products another order, and exponentials other last bits.
+              (with a SwiGLU of experts), one MoeAdamW and one MoeSquareSum a parameter. Updates have the
+              same bits; sums of the experts' products and of squares another order, and exponentials other
+              last bits.
 
     Returns:
         A :class:`TrainingGraph`.

@@ -33,9 +33,14 @@ class Scalars:
     step: ir.Value
 
 
-def global_norm(e: Emitter, gradients: list[ir.Value], shapes: list[tuple[int, ...]]) -> ir.Value:
-    """The L2 norm over all gradients together, of parameters of these shapes."""
-    squares = [_sum_of_squares(e, g, shape) for g, shape in zip(gradients, shapes, strict=True)]
+def global_norm(
+    e: Emitter, gradients: list[ir.Value], shapes: list[tuple[int, ...]], fused: bool = False
+) -> ir.Value:
+    """The L2 norm over all gradients, of parameters of these shapes; ``fused``: one operator for each."""
+    if fused:
+        squares = [e.op("MoeSquareSum", g, domain=DOMAIN) for g in gradients]
+    else:
+        squares = [_sum_of_squares(e, g, shape) for g, shape in zip(gradients, shapes, strict=True)]
     return e.op("Sqrt", e.op("Sum", *squares) if len(squares) > 1 else squares[0])
 
 

@@ -14,6 +14,7 @@
     MoeInitRoutingV2Grad, MoeTokenPermuteWithRoutingMapGrad    T K H (sums)
     MoeSwiGlu                            -                     3 output elements (sigmoid, two products)
     MoeSwiGluGrad                        -                     4 output elements
+    MoeSquareSum                         -                     2 input elements
     ScatterElements, ScatterND by add    -                     elements of the updates
     arithmetic, elementwise              -                     output elements
     what moves, compares or counts       -                     -
@@ -93,6 +94,7 @@ ROUTED = {
     "MoeFinalizeRoutingV2Grad": ("out", 3),
     "MoeInitRoutingV2Grad": ("in", 1),
     "MoeTokenPermuteWithRoutingMapGrad": ("in", 1),
+    "MoeSquareSum": ("in", 2),
     "MoeSwiGlu": ("out", 3),
     "MoeSwiGluGrad": ("out", 4),
 }

@@ -8,6 +8,7 @@ from moe_onnx.operators import (
     moe_grouped_matmul_weight_grad,
     moe_init_routing_v2,
     moe_init_routing_v2_grad,
+    moe_square_sum,
     moe_swi_glu,
     moe_swi_glu_grad,
     moe_token_permute_with_routing_map,
@@ -30,6 +31,7 @@ ALL: tuple[OpSpec, ...] = (
     moe_grouped_matmul_weight_grad.SPEC,
     moe_swi_glu.SPEC,
     moe_swi_glu_grad.SPEC,
+    moe_square_sum.SPEC,
     moe_adam_w.SPEC,
 )
 BY_NAME: dict[str, OpSpec] = {spec.name: spec for spec in ALL}

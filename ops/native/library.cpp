@@ -27,6 +27,7 @@ namespace moe {
   NAME(moe_grouped_matmul_weight_grad)            \
   NAME(moe_init_routing_v2)                       \
   NAME(moe_init_routing_v2_grad)                  \
+  NAME(moe_square_sum)                            \
   NAME(moe_swi_glu)                               \
   NAME(moe_swi_glu_grad)                          \
   NAME(moe_token_permute_with_routing_map)        \

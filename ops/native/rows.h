@@ -60,6 +60,10 @@ constexpr std::size_t kTurnedRows = 16;
 using FewRows = void (*)(float* y, std::size_t y_stride, const float* x, std::size_t x_stride, std::size_t rows,
                          const float* matrix, std::size_t matrix_stride, std::size_t inner, std::size_t columns);
 
+// The sum of squares, made in double precision.
+template <typename T>
+using SquareSum = double (*)(const T* in, std::size_t count);
+
 struct RowTable {
   const char* name;
   Rows<float> f32;
@@ -74,6 +78,8 @@ struct RowTable {
   Turn<float> turn_f32;
   Turn<double> turn_f64;
   FewRows few_rows;
+  SquareSum<float> square_sum_f32;
+  SquareSum<double> square_sum_f64;
 };
 
 // An output of so many bytes is out of the caches before anyone reads it. Written past them, its lines are not read

@@ -406,6 +406,7 @@ void adam_w(const AdamW<T>& by, T* const (&out)[3], const T* parameter, const T*
 #include "swi_glu.inl"
 #include "turn.inl"
 #include "few_rows.inl"
+#include "square_sum.inl"
 
 template <typename T>
 constexpr Rows<T> rows_for() {
@@ -419,7 +420,7 @@ constexpr Rows<T> rows_for() {
 #define MOE_NAME(name) MOE_STRING(name)
 extern const RowTable MOE_ROWS = {
     MOE_NAME(MOE_ROWS), rows_for<float>(), rows_for<float16>(), rows_for<bfloat16>(), rows_for<double>(), copy, copy_past,
-    adam_w<float>,      adam_w<double>, turn<float>, turn<double>, few_rows,
+    adam_w<float>,      adam_w<double>, turn<float>, turn<double>, few_rows, square_sum<float>, square_sum<double>,
 };
 
 }  // namespace moe

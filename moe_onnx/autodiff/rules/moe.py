@@ -189,6 +189,14 @@ def grouped_matmul(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     return [dx, dw, None]
 
 
+@register_gradient("MoeSquareSum", DOMAIN)
+def square_sum(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
+    """``2 d x``."""
+    (x,) = node.inputs
+    assert x is not None
+    return [g.mul(g.mul(d, g.like(2.0, x)), x)]
+
+
 @register_gradient("MoeSwiGlu", DOMAIN)
 def swi_glu(g: Gradients, node: ir.Node, d: ir.Value) -> Grads:
     """MoeSwiGluGrad."""

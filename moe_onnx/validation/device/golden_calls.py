@@ -217,6 +217,10 @@ def _activation_grad(m: Making, mode: str) -> Call:
     return Call({"grad_y": m.floats(rows, s.width), "x": _gate_up(m)}, {})
 
 
+def _square_sum(m: Making, mode: str) -> Call:
+    return Call({"x": m.floats(m.sizes.experts, m.sizes.width, m.sizes.hidden)}, {})
+
+
 def _update(m: Making, mode: str) -> Call:
     s = m.sizes
     shape = (s.experts, s.width, s.hidden)
@@ -269,5 +273,6 @@ MAKERS: dict[str, tuple[Callable[[Making, str], Call], tuple[str, ...]]] = {
     "MoeGroupedMatmulWeightGrad": (_grouped_weight_grad, ("plain", "transposed")),
     "MoeSwiGlu": (_activation, ("plain",)),
     "MoeSwiGluGrad": (_activation_grad, ("plain",)),
+    "MoeSquareSum": (_square_sum, ("plain",)),
     "MoeAdamW": (_update, ("plain", "decay")),
 }

@@ -218,6 +218,7 @@ RULES: dict[str, Callable[[MoeNode], list[Rule]]] = {
     "MoeGroupedMatmulWeightGrad": _groups,
     "MoeSwiGlu": _no_indices,
     "MoeSwiGluGrad": _no_indices,
+    "MoeSquareSum": _no_indices,
     "MoeAdamW": _no_indices,
 }
 

@@ -42,6 +42,7 @@ OURS = (DOMAIN, SESSION_DOMAIN, BODY_DOMAIN)
 _COMBINE, _FINALIZE = "MoeTokenUnpermuteWithRoutingMap", "MoeFinalizeRoutingV2"
 _INIT, _PERMUTE = "MoeInitRoutingV2", "MoeTokenPermuteWithRoutingMap"
 _PRODUCT, _ACTIVATION, _UPDATE = "MoeGroupedMatmul", "MoeSwiGlu", "MoeAdamW"
+_NORM = "MoeSquareSum"  # of one gradient
 
 
 @check("static", COUNT, MODE)
@@ -85,11 +86,11 @@ def operators(subject: Subject) -> Iterator[Outcome]:
 
 
 def _wanted(config: Config, backward: bool, optimize_for: str) -> dict[str, int]:
-    """How many nodes of each operator there must be; updates are looked at one by one elsewhere."""
+    """How many nodes of each operator there must be; updates and norms are looked at one by one elsewhere."""
     layers = moe_layers(config)
     there = _PERMUTE if config.dispatch == "routing_map" else _INIT
     drops = config.dispatch_mode == "drop_pad" and there == _INIT
-    wanted = dict.fromkeys((name for name in BY_NAME if name != _UPDATE), 0)
+    wanted = dict.fromkeys((name for name in BY_NAME if name not in (_UPDATE, _NORM)), 0)
     for name in (there, _FINALIZE if drops else _COMBINE):
         wanted[name] = layers
         wanted[f"{name}Grad"] = layers if backward else 0
