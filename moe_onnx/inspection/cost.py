@@ -13,7 +13,7 @@
     their gradients                      -                     3 T K H (weighted rows, dots for the weights)
     MoeInitRoutingV2Grad, MoeTokenPermuteWithRoutingMapGrad    T K H (sums)
     MoeSwiGlu                            -                     3 output elements (sigmoid, two products)
-    MoeSwiGluGrad                        -                     4 output elements
+    MoeSwiGluGrad                        -                     9 elements of grad_y (two sigmoids, the rest)
     ScatterElements, ScatterND by add    -                     elements of the updates
     arithmetic, elementwise              -                     output elements
     what moves, compares or counts       -                     -
@@ -94,7 +94,7 @@ ROUTED = {
     "MoeInitRoutingV2Grad": ("in", 1),
     "MoeTokenPermuteWithRoutingMapGrad": ("in", 1),
     "MoeSwiGlu": ("out", 3),
-    "MoeSwiGluGrad": ("out", 4),
+    "MoeSwiGluGrad": ("in", 9),
 }
 FLOATS = {1, 10, 11, 16}
 
