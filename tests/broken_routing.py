@@ -14,6 +14,7 @@ import moe_onnx
 
 INIT, PERMUTE = "MoeInitRoutingV2", "MoeTokenPermuteWithRoutingMap"
 COMBINE, FINALIZE = "MoeTokenUnpermuteWithRoutingMap", "MoeFinalizeRoutingV2"
+SWI_GLU = "MoeSwiGlu"
 
 
 @cache
@@ -80,6 +81,45 @@ def exchanged(op: str, *inputs: int) -> Callable[[ModelProto], None]:
     return break_it
 
 
+@cache
+def activated(layers: int, unrolled: bool) -> ModelProto:
+    """Gradients in the form for native kernels, whose activations are nodes of their own."""
+    config = moe_onnx.MoeLMConfig(
+        vocab_size=5,
+        hidden_size=4,
+        num_hidden_layers=layers,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=2,
+        unroll_experts=8 if unrolled else 0,
+    )
+    return moe_onnx.build_training_graph(config, assembly="grad", optimize_for="native").model
+
+
+def activated_by_layer() -> ModelProto:
+    return activated(2, False)
+
+
+def activated_by_expert() -> ModelProto:
+    return activated(1, True)
+
+
+def gradient_for_rows(model: ModelProto) -> None:
+    """The two inputs of a gradient change places."""
+    early, _ = both_of(model, f"{SWI_GLU}Grad")
+    early.input[:] = reversed(early.input)
+
+
+def without_gradient(model: ModelProto) -> None:
+    """An activation hands the gradient of its output on, twice, for those of gate and up."""
+    early, _ = both_of(model, f"{SWI_GLU}Grad")
+    early.op_type, early.domain = "Concat", ""
+    early.input[1] = early.input[0]
+    early.attribute.add(name="axis", i=1, type=2)
+
+
 def by_other_sizes(model: ModelProto) -> None:
     """The products of the later layer take the numbers of rows of the earlier one."""
     first, _, third, fourth = [n for n in model.graph.node if n.op_type == "MoeGroupedMatmul"][:4]
@@ -140,6 +180,7 @@ MORE: list[Mutation] = [
     case("MO629", "indices exchanged", grad_model, exchanged(f"{INIT}Grad", 1)),
     case("MO629", "all exchanged", grad_model, exchanged(f"{COMBINE}Grad", 1, 2, 3, 4, 5)),
     case("MO629", "all exchanged by map", by_map, exchanged(f"{PERMUTE}Grad", 2, 3)),
+    case("MO629", "rows of activations exchanged", activated_by_layer, exchanged(f"{SWI_GLU}Grad", 1)),
 ]
 MUTATIONS: list[Mutation] = [
     *_FORWARD[:2],
@@ -150,6 +191,12 @@ MUTATIONS: list[Mutation] = [
     case(
         "MO629", "all of another layer but the gradient", grad_model, crossed(f"{COMBINE}Grad", 1, 2, 3, 4, 5)
     ),
+    case("MO629", f"rows of another layer, {SWI_GLU}Grad", activated_by_layer, crossed(f"{SWI_GLU}Grad", 1)),
+    case(
+        "MO617", f"rows of another expert, {SWI_GLU}Grad", activated_by_expert, crossed(f"{SWI_GLU}Grad", 1)
+    ),
+    case("MO315", f"{SWI_GLU}Grad: inputs changed places", activated_by_layer, gradient_for_rows),
+    case("MO618", f"a {SWI_GLU}Grad is lost", activated_by_layer, without_gradient, "MO206"),
     case(
         "MO619", "running sums for counts", active, attribute(INIT, "expert_tokens_count_or_cumsum_flag", 2)
     ),

@@ -238,10 +238,12 @@ def groups(m: Maker, rows: int) -> Any:
 
 
 def product(m: Maker) -> tuple[list[Any], dict[str, Any]]:
-    # Groups of up to 64 rows go another way than larger ones, by tiles of 16 x 256.
+    # Groups of up to 64 rows go another way than larger ones, by tiles of 16 x 256 and parts of 4096 columns.
     transpose, is_large = int(m.odds(0.5)), m.odds(0.2)
     rows = int(m.rng.integers(20, 400)) if is_large else m.slots
     width = int(m.rng.integers(250, 530)) if is_large else pick(m.rng, HIDDEN[:10])
+    if m.odds(0.02):
+        width = int(m.rng.integers(4090, 4120))
     shape = (width, m.hidden) if transpose else (m.hidden, width)
     weight = m.floats(m.experts, *shape)
     return [m.floats(rows, m.hidden), weight, groups(m, rows)], {"transpose_weight": transpose}
@@ -249,7 +251,7 @@ def product(m: Maker) -> tuple[list[Any], dict[str, Any]]:
 
 def weight_grad(m: Maker) -> tuple[list[Any], dict[str, Any]]:
     width = pick(m.rng, HIDDEN[:10])
-    # Groups of 128 rows and more are turned by the kernel itself.
+    # Groups of 16 rows and more are turned by the kernel itself, by bands of 16 and blocks of 64 columns.
     rows = int(m.rng.integers(130, 500)) if m.odds(0.2) else m.slots
     inputs = [m.floats(rows, m.hidden), m.floats(rows, width), groups(m, rows)]
     return inputs, {"transpose_weight": int(m.odds(0.5))}

@@ -4,8 +4,8 @@
     python tests/native_fuzz.py --library libascend_moe.so        in sessions of onnxruntime
 
 Equal bits where the contract promises them, dot products within its bound; errors in the same words. With a
-driver also inferred shapes as the Python spec has them, and the same at any number of threads and by every
-table of vectors.
+driver also inferred shapes as the Python spec has them, and the same at any number of threads and, but for
+products, by every table of vectors.
 ``--seed S --first N --count 1`` makes case N of seed S again.
 """
 
@@ -28,6 +28,9 @@ from native_damage import make_case
 from native_driver import Case, Result, Stopped, run
 
 from moe_onnx.operators import BY_NAME
+
+# Products of few rows are rounded once an addition where the processor can.
+BY_TABLE = {"MoeGroupedMatmul"}
 
 
 def session_result(library: str, case: Case, threads: int = 1) -> str | list[Any] | None:
@@ -97,7 +100,7 @@ def driver_problems(
         for case, want in made:
             if (result := results.get(case.number)) and (text := problem(case, want, result)):
                 found.append((case, f"{text} ({table or 'best vectors'})"))
-            elif result and (other := before.get(case.number)) and not _same(result, other):
+            elif result and (other := before.get(case.number)) and not _same(case, result, other):
                 found.append((case, f"other bits by the vectors {table or 'best'} than by {tables[0]}"))
         before = before or results
     return found
@@ -123,7 +126,9 @@ def _results(
     return results
 
 
-def _same(one: Result, other: Result) -> bool:
+def _same(case: Case, one: Result, other: Result) -> bool:
+    if case.op in BY_TABLE:
+        return True
     pairs = zip(one.outputs, other.outputs, strict=False)
     return not any(wrong_bits(a, b).any() for a, b in pairs if a is not None and b is not None)
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
-from routes import BODY_ROUTES, ROUTES, all_of, has_route, make_model, run, session_of
+from routes import BODY_ROUTES, NATIVE, ROUTES, all_of, has_route, make_model, run, session_of
 from test_operators import EPS, assert_same, assert_within, integers, rng_of
 
 import moe_onnx
@@ -103,6 +103,22 @@ def test_any_data_is_within_the_bound(op: str, route: str, size: str, dtype: str
     inputs = inputs_of(op, *SIZES[size], DTYPES[dtype], transposed, rng_of(size), normals)
     (got,) = run(op, route, inputs, {"transpose_weight": transposed})
     assert_within(got, oracle(op, inputs, transposed), bound_of(op, inputs, transposed))
+
+
+@transposes
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("route", NATIVE)
+def test_more_columns_than_one_part(route: str, dtype: str, transposed: int) -> None:
+    """Few rows are multiplied by 4096 columns at a time, those of a group of a row or of four."""
+    inputs = inputs_of(
+        GMM, [3, 0, 5, 1, 64], 17, 2 * 4096 + 19, DTYPES[dtype], transposed, rng_of("wide"), integers
+    )
+    x, weight, sizes = (value.astype(np.float64) for value in inputs)
+    want = np.empty((73, weight.shape[1 if transposed else 2]))
+    for matrix, end, size in zip(weight, np.cumsum(sizes).astype(int), sizes.astype(int), strict=True):
+        want[end - size : end] = x[end - size : end] @ (matrix.T if transposed else matrix)
+    (got,) = run(GMM, route, inputs, {"transpose_weight": transposed})
+    assert_same(got, want.astype(DTYPES[dtype]))
 
 
 def test_the_bound_can_fail() -> None:

@@ -113,9 +113,17 @@ def test_every_gate_of_the_native_exponential(route: str) -> None:
     gate = np.arange(-110, 110, 220 / 2**20, np.float32).reshape(-1, 1024)
     gate[np.abs(gate + 88.7229) < 0.001] = 0
     x = np.concatenate([gate, np.ones_like(gate)], 1)
+    ones = np.ones_like(gate)
+    want, _, want_of_up, _ = exact(ones, x)
     (y,) = run(OP, route, [x], {})
-    want, *_ = exact(np.ones_like(gate), x)
     assert_within(y, want, want)
+    (grad,) = run(GRAD, route, [ones, x], {})
+    normal = gate > CLOSED[4] + 0.01  # below, both are 0
+    off = np.abs(grad[:, 1024:] - want_of_up)[normal] / np.spacing(
+        np.abs(want_of_up[normal]).astype(np.float32)
+    )
+    assert off[gate[normal] < -87.3].max() <= 6 and off[gate[normal] >= -87.3].max() <= ULPS
+    assert not grad[np.tile(gate < CLOSED[4] - 0.01, 2)].any()
 
 
 @pytest.mark.parametrize("route", NATIVE)

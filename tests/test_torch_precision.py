@@ -48,10 +48,14 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def found_by(config: Any, dtype: str, case: Case) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+def found_by(
+    config: Any, dtype: str, case: Case, form: str = "body"
+) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
     """Losses, first gradients and last parameters of the graphs."""
     config = type(config)(**{**config.__dict__, "dtype": dtype})
-    graph = moe_onnx.build_training_graph(config, assembly="grad+apply", optimizer=case.optimizer)
+    graph = moe_onnx.build_training_graph(
+        config, assembly="grad+apply", optimizer=case.optimizer, optimize_for=form
+    )
     options = LossScale(init_scale=SCALE) if dtype == "float16" else None
     train = moe_onnx.TrainingSession(
         graph, parameters=case.parameters(), lr=case.lr, sess_options=one_thread(), loss_scale=options
@@ -160,3 +164,18 @@ def test_against_pytorch_and_float32(name: str, dtype: str) -> None:
     check("float32", got, plain, eps)
     assert got[0] != plain[0]
     assert np.median(list(gaps(got[1], plain[1]).values())) >= LEAST_OF_FLOAT32 * eps
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "grouped", "shared_gate", "dropless-experts", "position-combine"]
+)
+def test_the_form_for_native_kernels(name: str, dtype: str) -> None:
+    """Activations that are one node round where those of standard operators do."""
+    torch = pytest.importorskip("torch")
+    eps = float(torch.finfo(getattr(torch, dtype)).eps)
+    case = Case("precision", CONFIGS[name], ADAMW, 1e-2, seed=SEEDS.get(name, 11))
+    got = found_by(case.config, dtype, case, "native")
+    for want in (wanted_by(case.config, dtype, case, "by_hand"), found_by(case.config, dtype, case)):
+        check("by_hand", got, want, eps)
+        assert np.median(list(gaps(got[1], want[1]).values())) <= MOST_BY_HAND * eps

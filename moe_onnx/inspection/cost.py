@@ -13,7 +13,7 @@
     their gradients                      -                     3 T K H (weighted rows, dots for the weights)
     MoeInitRoutingV2Grad, MoeTokenPermuteWithRoutingMapGrad    T K H (sums)
     MoeSwiGlu                            -                     3 output elements (sigmoid, two products)
-    MoeSwiGluGrad                        -                     4 output elements
+    MoeSwiGluGrad                        -                     9 elements of grad_y (two sigmoids, the rest)
     MoeSquareSum                         -                     2 input elements
     ScatterElements, ScatterND by add    -                     elements of the updates
     arithmetic, elementwise              -                     output elements
@@ -96,7 +96,7 @@ ROUTED = {
     "MoeTokenPermuteWithRoutingMapGrad": ("in", 1),
     "MoeSquareSum": ("in", 2),
     "MoeSwiGlu": ("out", 3),
-    "MoeSwiGluGrad": ("out", 4),
+    "MoeSwiGluGrad": ("in", 9),
 }
 FLOATS = {1, 10, 11, 16}
 

@@ -1,7 +1,8 @@
 // What is done to whole rows, by the widest instructions that this processor has.
 //
 // Results do not depend on which: sums are made element by element in the order given, and a dot product adds up
-// 32 interleaved sums in a fixed tree, whatever the width. No function checks anything or allocates.
+// 32 interleaved sums in a fixed tree, whatever the width. The products of `few_rows` alone have other bits where the
+// processor adds a product with one rounding. No function checks anything or allocates.
 #pragma once
 
 #include <cstddef>

@@ -33,7 +33,8 @@ MIXED = code(
     mend="Use part i of each split in branch i, and join the branches in the order 0, 1, .. E-1.",
 )
 
-_PRODUCTS = ("Gemm", "MatMul", "FusedMatMul", "Mul")
+# They bring together what is of one expert.
+_TOGETHER = ("Gemm", "MatMul", "FusedMatMul", "Mul", "MoeSwiGluGrad")
 
 
 @check("static", LOST, MIXED)
@@ -105,7 +106,7 @@ def _mixed(flow: Flow, count: int) -> Iterator[Finding]:
             yield from _join(flow, node, label)
             continue
         different = len(set(labels)) > 1
-        if different and node.op_type not in _PRODUCTS:
+        if different and node.op_type not in _TOGETHER:
             continue
         if different:
             wrong = next(name for name in flow.reads[number] if label.get(name, labels[0]) != labels[0])
