@@ -17,6 +17,7 @@ from moe_onnx.autodiff.subgraphs import is_float
 from moe_onnx.build.imported import CROSS_ENTROPY, LABELS, TARGET, ImportedModel
 from moe_onnx.build.parameters import Parameter
 from moe_onnx.errors import ModelError
+from moe_onnx.imported.batch_norms import warn_of_batch_norms
 from moe_onnx.imported.choice import chosen
 from moe_onnx.imported.fusing import Fused
 from moe_onnx.imported.losses import MASK, is_builtin
@@ -63,6 +64,7 @@ def prepare(
     found = read_model(given.model, given.folder)
     graph = found.graph
     simplify(found)
+    warn_of_batch_norms(graph)
     # Of all that may be trained: which weights are is known only when nodes are as they stay.
     floats = [str(value.name) for value in graph.initializers.values() if is_float(value)]
     while expand_bodies(found, str(find_root(graph, _values(graph), loss, output).name), floats):

@@ -97,7 +97,8 @@ def training_graph_from(
     Warns:
         UserWarning: If fused layers could not be verified, and stay as they were; if experts are missing, or
             a loop has as many turns as in a trace; if weights have lost their names for good, or several
-            modules read a matrix that may be merged; if types in the model contradict each other.
+            modules read a matrix that may be merged; if BatchNorms go by running statistics, or are folded
+            into weights; if types in the model contradict each other.
     """
     names, optimizer = checked_choices(
         "training_graph_from", "grad+apply+eval" if assembly is None else assembly, optimizer, optimize_for
