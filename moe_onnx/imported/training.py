@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import onnx
 import onnx_ir as ir
@@ -25,6 +26,7 @@ from moe_onnx.imported.reading import check_readable
 from moe_onnx.imported.root import shape_of
 from moe_onnx.imported.source import Source, prepare
 from moe_onnx.spec import DOMAIN, VERSION
+from moe_onnx.validation.rewriting.data import files_of
 from moe_onnx.validation.subject import Options, Subject, open_subject
 
 _DOC = "A training graph of an imported model. Whoever trains has to see that loss and grad_norm are finite."
@@ -120,7 +122,7 @@ def training_graph_from(
         dispatch = {"kind": "none", "mode": "dropless", "expert_capacity": 0, "active_num": 0}
         graph = finished(drafts, dispatch, optimize_for, source.weights)
     _warn_of_traces(subject)
-    return graph
+    return replace(graph, sources=files_of(subject))
 
 
 @contextmanager
