@@ -21,7 +21,8 @@ from moe_onnx.imported.batch_norms import warn_of_batch_norms
 from moe_onnx.imported.choice import chosen
 from moe_onnx.imported.fusing import Fused
 from moe_onnx.imported.losses import MASK, is_builtin
-from moe_onnx.imported.naming import Known, Weight, find_weights, has_lost_experts, known_before, places
+from moe_onnx.imported.naming import Known, find_weights, has_lost_experts, known_before
+from moe_onnx.imported.parts import Weight, places
 from moe_onnx.imported.reading import read_model
 from moe_onnx.imported.root import find_root, shape_of, shifts
 from moe_onnx.imported.simplify import simplify

@@ -177,7 +177,7 @@ def turning_einsum(model: ModelProto) -> str:
                 terms = attr.s.decode("utf-8", "replace").partition("->")[0].replace(" ", "").split(",")
                 order = "".join(terms)
                 if any(list(term) != sorted(term, key=order.index) for term in terms):
-                    return node.name or node.output[0]
+                    return str(node.name or node.output[0])
     return ""
 
 
