@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import onnx
 import pytest
+from gradient_tools import runner as plain_runner
 from mutant_forms import Feeds
 from mutants import mutants
 from test_fuse import runner
@@ -54,8 +55,6 @@ sizes (float[2, 6] x, float[T, 6] z, int64[T] n)
     q = Add (places, one_n)
 }
 """
-# onnxruntime 1.32 takes a shape without its first size for the whole one, as it fuses a Reshape.
-WRONG_BEFORE = ("Shape z_shape: start = 1",)
 
 
 def feeds() -> Feeds:
@@ -77,13 +76,15 @@ def judged(model: onnx.ModelProto) -> str:
     if done.model is model:
         return "left"
     try:
-        old = runner(model, by_name=True)
+        # As it stands: where a Reshape's sizes are all constants but one, which is of its input's shape,
+        # onnxruntime 1.32 optimizes that one to -1, and takes what does not fit.
+        old = plain_runner(model, plain=True)
     except Exception:  # of onnxruntime, for what is no model
         return "invalid"
     new, ran = runner(done.model, by_name=True), False
     for feed in feeds():
         try:
-            want = old(**feed)
+            want = old(feed)
         except Exception:  # of onnxruntime, for sizes that do not fit
             continue
         ran = True
@@ -96,7 +97,7 @@ def check(part: int) -> Counter[str]:
     """One of so many mutants, the same ones whatever others there are."""
     counts: Counter[str] = Counter()
     for label, make in mutants(onnx.parser.parse_model(TEXT)):
-        if zlib.crc32(label.encode()) % part or label in WRONG_BEFORE:
+        if zlib.crc32(label.encode()) % part:
             continue
         try:
             counts[judged(make())] += 1

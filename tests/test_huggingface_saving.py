@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +178,16 @@ def test_an_export_does_not_overwrite_the_checkpoint(tmp_path: Path) -> None:
     tensors = files.as_bytes(files.values("olmoe"))
     (tmp_path / "model.safetensors").write_bytes(tensors)
     said = run("export", "--from-hf", tmp_path, "-o", tmp_path, code=2).output
-    assert "is of no training graph, and would be overwritten. Give another folder" in said
+    assert "is a file that this graph is made from, and would be overwritten" in said
+    manifest = moe_onnx.from_pretrained(tmp_path).training_graph(assembly="grad").manifest
+    # Also where a manifest beside it says that it is a training graph's.
+    (tmp_path / "manifest.json").write_text(replace(manifest, weights="model.safetensors").to_json())
+    run("export", "--from-hf", tmp_path, "-o", tmp_path, code=2)
     assert (tmp_path / "model.safetensors").read_bytes() == tensors
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model.safetensors").write_bytes(b"mine")
+    said = run("export", "--from-hf", tmp_path, "-o", tmp_path / "other", code=2).output
+    assert "is of no training graph, and would be overwritten. Give another folder" in said
 
 
 @pytest.mark.parametrize("function", ["_put", "write_tensors"])

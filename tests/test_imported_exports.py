@@ -143,6 +143,35 @@ def test_matrices_that_several_modules_read_may_be_merged() -> None:
         assert trained(model).manifest.parameter_names == ("a.fc.weight",)
 
 
+def test_batch_norms_go_by_running_statistics_and_may_be_in_weights() -> None:
+    text = """m (float[n, 4] x) => (float[n, 4] y) {
+      h = MatMul(x, w)
+      y = BatchNormalization <epsilon = 0.01> (h, gain, bias, mean, var)
+    }"""
+    vectors = {name: normal(4) for name in ("gain", "bias", "mean")} | {"var": np.full(4, 1.5, np.float32)}
+    model = model_of(text, w=normal(4, 4), **vectors)
+    kinds(model, **dict.fromkeys(("w", "gain", "bias"), "PARAMETER"), mean="BUFFER", var="BUFFER")
+    with pytest.warns(
+        UserWarning, match="1 BatchNormalization nodes.*leaves as they are: 'y'.*module.eval()"
+    ):
+        graph = trained(model)
+    assert graph.manifest.parameter_names == ("w", "gain", "bias")
+    finite_differences(graph, {"x": normal(3, 4), "target": normal(3, 4)})
+    model.graph.node[1].attribute.add(name="training_mode", type=onnx.AttributeProto.INT, i=1)
+    model.graph.node[1].output.extend(["mean_now", "var_now"])
+    with pytest.raises(
+        moe_onnx.GradientError, match="BatchNormalization.*training_mode=1 has no gradient rule"
+    ):
+        trained(model)
+    model = model_of(
+        "m (float[n, 4] x) => (float[n, 4] y) { y = Gemm(x, w, b) }", w=normal(4, 4), b=normal(4)
+    )
+    rule = model.graph.node[0].metadata_props.add(key="pkg.onnxscript.rewriter.rule_name")
+    rule.value = "FuseBatchNormIntoGemm"
+    with pytest.warns(UserWarning, match="2 weights hold a BatchNorm, .*: 'w', 'b'. .*optimize=False"):
+        trained(model)
+
+
 def test_chunks_that_an_export_leaves_as_a_sequence() -> None:
     text = """m (float[n, 4] x) => (float[n, 2] y) {
       h = MatMul(x, w)

@@ -100,6 +100,55 @@ def test_small_networks(name: str, exporter: str, tmp_path: Path) -> None:
     assert adamw_difference(graph, model, batches, loss_of) <= 1e-5
 
 
+@pytest.mark.parametrize("exporter", ["trace", "dynamo", "dynamo unoptimized"])
+def test_batch_norms_are_trained_as_the_export_computes_them(exporter: str, tmp_path: Path) -> None:
+    """Of a module in train mode, dynamo writes what eval() computes; a trace is refused."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)), torch.randn(5, 8)
+    with torch.no_grad():
+        for one in (*model.parameters(), model[1].running_mean):
+            one.normal_()
+        model[1].running_var.uniform_(0.3, 2)
+    path = tmp_path / "net.onnx"
+    kind = {"trace": {"dynamo": False, "training": torch.onnx.TrainingMode.TRAINING}}.get(
+        exporter, {"dynamo": True, "optimize": exporter == "dynamo"}
+    )
+    statistics = {name: value.clone() for name, value in model.named_buffers()}
+    torch.onnx.export(model.train(), (x,), str(path), input_names=["x"], verbose=False, **kind)
+    model.load_state_dict(statistics, strict=False)  # a trace has run it
+    options: dict[str, Any] = {"loss": "mean-squared-error", "assembly": "grad"}
+    if exporter == "trace":
+        with pytest.raises(moe_onnx.GradientError, match="BatchNormalization.*training_mode=1 has no"):
+            moe_onnx.training_graph_from(path, **options)
+        return
+    pytest.importorskip("onnxscript", reason="torch.onnx.export(dynamo=True) needs onnxscript")
+    if exporter == "dynamo":
+        told = "2 weights hold a BatchNorm.*: '0.weight', '0.bias'"
+    else:
+        told = "1 BatchNormalization nodes normalise by running statistics"
+    with pytest.warns(UserWarning, match=told):
+        graph = moe_onnx.training_graph_from(path, **options)
+    batch = {"x": x.numpy(), "target": torch.randn(5, 3).numpy()}
+    loss = nn.functional.mse_loss(model.eval()(x), torch.from_numpy(batch["target"]))
+    if exporter == "dynamo unoptimized":
+        assert max(largest_difference(graph, model, batch, loss)) <= 1e-5
+        return
+    loss.backward()
+    found = gradients_of(graph, batch)
+    assert abs(float(found["loss"]) - loss.item()) <= 1e-5 * loss.item()
+    gain = model[1].weight / (model[1].running_var + model[1].eps).sqrt()
+    # Of the product of a weight and a gain: what torch's weight has, but for the gain.
+    wants = {"0.weight": model[0].weight.grad / gain[:, None], "0.bias": model[0].bias.grad / gain}
+    wants |= {"2.weight": model[2].weight.grad, "2.bias": model[2].bias.grad}
+    assert set(wants) == set(graph.manifest.parameter_names)
+    for name, want in wants.items():
+        difference = np.abs(found[f"{name}.grad"] - want.detach().numpy()).max()
+        assert difference <= 1e-5 * want.abs().max().item(), name
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_language_models_of_transformers(name: str, tmp_path: Path) -> None:
     """Every MoE layer is fused; logits, loss, every gradient and three steps are torch's.

@@ -34,11 +34,13 @@ class TrainingGraph:
         models: By assembly: ``"step"``, ``"grad"``, ``"apply"``, ``"eval"``, ``"forward"``.
         manifest: Config, optimizer, parameters, inputs and outputs.
         weights: Where training starts from, such as a checkpoint; None: from :meth:`init_parameters`.
+        sources: Files that model and weights are read from, which :meth:`save` leaves as they are.
     """
 
     models: Mapping[str, onnx.ModelProto]
     manifest: Manifest
     weights: Weights | None = field(default=None, compare=False)
+    sources: tuple[Path, ...] = field(default=(), compare=False)
 
     @property
     def model(self) -> onnx.ModelProto:
@@ -64,9 +66,11 @@ class TrainingGraph:
         Files are written beside their places and moved there when they are whole.
 
         Raises:
-            ModelError: If the folder has a ``model.safetensors`` of others, which would be overwritten.
+            ModelError: If the folder has a ``model.safetensors`` of others, or a file that the graph is made
+                from would be overwritten.
         """
         target = Path(folder)
+        self._check_sources(target)
         target.mkdir(parents=True, exist_ok=True)
         self._check_weights(target)
         beside = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
@@ -85,6 +89,16 @@ class TrainingGraph:
         finally:
             shutil.rmtree(beside)
         return target
+
+    def _check_sources(self, target: Path) -> None:
+        """See that nothing is overwritten that the weights are still to be read from, or the model is in."""
+        sources = {os.path.realpath(path) for path in self.sources}
+        for name in (*(f"{name}.onnx" for name in self.models), WEIGHTS, "manifest.json"):
+            if os.path.realpath(target / name) in sources:
+                raise ModelError(
+                    f"{target / name}: is a file that this graph is made from, and would be overwritten. "
+                    "Give another folder."
+                )
 
     def _check_weights(self, target: Path) -> None:
         """See that no checkpoint of others is overwritten, such as the one the weights are read from."""

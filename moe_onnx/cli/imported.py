@@ -15,7 +15,6 @@ from moe_onnx.build.moe_options import FORMS
 from moe_onnx.build.training_graph import ASSEMBLIES
 from moe_onnx.cli import graphs
 from moe_onnx.cli.options import CONSOLE, ERRORS, OPTIMIZERS
-from moe_onnx.errors import OptionError
 from moe_onnx.imported.training import training_graph_from
 
 
@@ -88,8 +87,6 @@ def train_graph(
     Weights stay in the model's files until model.safetensors is written, one after the other. What becomes of
     merged, renamed and tied weights is said here and stands in manifest.json.
     """  # noqa: D301
-    if model.resolve().parent == out.resolve() and model.stem in ASSEMBLIES:
-        raise OptionError(f"{out}: holds {model.name}, which would be overwritten. Give another folder.")
     decay: dict[str, Any] = {} if weight_decay is None else {"weight_decay": weight_decay}
     with _warnings_printed():
         graph = training_graph_from(

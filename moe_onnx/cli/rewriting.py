@@ -16,6 +16,7 @@ from moe_onnx.errors import OptionError, VerificationError
 from moe_onnx.rewrite.notes import MAIN, Note, PassReport
 from moe_onnx.rewrite.passes import PASSES
 from moe_onnx.validation.findings import json_text, write_beside
+from moe_onnx.validation.rewriting.data import check_free
 from moe_onnx.validation.rewriting.rewrite import rewrite_model
 
 STDOUT = Path("-")
@@ -91,6 +92,9 @@ def rewrite(
     for place in (output, report_file):
         if place is not None and place != STDOUT and not place.parent.is_dir():
             raise click.UsageError(f"there is no folder '{place.parent}'.")
+    if report_file is not None and report_file != STDOUT:
+        others = [one for one in (model, output, inputs_file) if one is not None]
+        check_free(report_file, others, "the model's, or of its inputs")
     inputs = None if inputs_file is None else _inputs(inputs_file)
     names = [name for name in passes.split(",") if name.strip()]
     try:
@@ -98,6 +102,8 @@ def rewrite(
             done = rewrite_model(model, names, verify=verify, inputs=inputs, seed=seed)
     except VerificationError as error:
         fail(str(error), WORK_FAILED)
+    if report_file is not None and report_file != STDOUT:
+        check_free(report_file, done.data, "the model's external data")
     if output is not None and not dry_run:
         done.save(output)
     data = {"model": str(model), "output": str(output or ""), "dry_run": dry_run, **done.report.to_dict()}

@@ -58,7 +58,8 @@ class Pretrained:
         graph = build_training_graph(
             self.config, assembly=assembly, optimizer=optimizer, optimize_for=optimize_for
         )
-        return replace(graph, weights=self)
+        sources = (self.folder / CONFIG, *(file.path for file in self.shards.files))
+        return replace(graph, weights=self, sources=sources)
 
     def save(
         self, folder: str | os.PathLike[str], *, assembly: str = ASSEMBLY, optimizer: Optimizer | None = None

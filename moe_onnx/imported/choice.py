@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from moe_onnx.autodiff.subgraphs import captured, is_float
 from moe_onnx.errors import GradientError, OptionError
-from moe_onnx.imported.naming import Weight, Weights
+from moe_onnx.imported.parts import Weight, Weights
 
 _WILD = "*?["
 

@@ -10,7 +10,7 @@ from moe_onnx.autodiff.gradients import sizes
 from moe_onnx.build.imported import CROSS_ENTROPY, SQUARED_ERROR, Shape
 from moe_onnx.errors import ModelError, OptionError
 from moe_onnx.imported.losses import is_builtin
-from moe_onnx.imported.naming import FLOATS
+from moe_onnx.imported.parts import FLOATS
 
 
 def find_root(graph: ir.Graph, values: dict[str, ir.Value], loss: str, output: str | None) -> ir.Value:

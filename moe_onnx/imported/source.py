@@ -17,10 +17,12 @@ from moe_onnx.autodiff.subgraphs import is_float
 from moe_onnx.build.imported import CROSS_ENTROPY, LABELS, TARGET, ImportedModel
 from moe_onnx.build.parameters import Parameter
 from moe_onnx.errors import ModelError
+from moe_onnx.imported.batch_norms import warn_of_batch_norms
 from moe_onnx.imported.choice import chosen
 from moe_onnx.imported.fusing import Fused
 from moe_onnx.imported.losses import MASK, is_builtin
-from moe_onnx.imported.naming import Known, Weight, find_weights, has_lost_experts, known_before, places
+from moe_onnx.imported.naming import Known, find_weights, has_lost_experts, known_before
+from moe_onnx.imported.parts import Weight, places
 from moe_onnx.imported.reading import read_model
 from moe_onnx.imported.root import find_root, shape_of, shifts
 from moe_onnx.imported.simplify import simplify
@@ -63,6 +65,7 @@ def prepare(
     found = read_model(given.model, given.folder)
     graph = found.graph
     simplify(found)
+    warn_of_batch_norms(graph)
     # Of all that may be trained: which weights are is known only when nodes are as they stay.
     floats = [str(value.name) for value in graph.initializers.values() if is_float(value)]
     while expand_bodies(found, str(find_root(graph, _values(graph), loss, output).name), floats):

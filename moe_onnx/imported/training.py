@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import onnx
 import onnx_ir as ir
@@ -25,6 +26,7 @@ from moe_onnx.imported.reading import check_readable
 from moe_onnx.imported.root import shape_of
 from moe_onnx.imported.source import Source, prepare
 from moe_onnx.spec import DOMAIN, VERSION
+from moe_onnx.validation.rewriting.data import files_of
 from moe_onnx.validation.subject import Options, Subject, open_subject
 
 _DOC = "A training graph of an imported model. Whoever trains has to see that loss and grad_norm are finite."
@@ -97,7 +99,8 @@ def training_graph_from(
     Warns:
         UserWarning: If fused layers could not be verified, and stay as they were; if experts are missing, or
             a loop has as many turns as in a trace; if weights have lost their names for good, or several
-            modules read a matrix that may be merged; if types in the model contradict each other.
+            modules read a matrix that may be merged; if BatchNorms go by running statistics, or are folded
+            into weights; if types in the model contradict each other.
     """
     names, optimizer = checked_choices(
         "training_graph_from", "grad+apply+eval" if assembly is None else assembly, optimizer, optimize_for
@@ -119,7 +122,7 @@ def training_graph_from(
         dispatch = {"kind": "none", "mode": "dropless", "expert_capacity": 0, "active_num": 0}
         graph = finished(drafts, dispatch, optimize_for, source.weights)
     _warn_of_traces(subject)
-    return graph
+    return replace(graph, sources=files_of(subject))
 
 
 @contextmanager

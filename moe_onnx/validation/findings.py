@@ -215,6 +215,8 @@ def write_beside(path: str | os.PathLike[str], content: str | bytes) -> Path:
     """Write a file so that no half-written one ever stands at ``path``."""
     path = Path(path)
     beside = path.with_name(path.name + ".new")
+    while os.path.lexists(beside):  # of another writer, or somebody's own
+        beside = beside.with_name(beside.name + "-")
     beside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
     os.replace(beside, path)
     return path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import onnx_ir as ir
@@ -11,7 +11,7 @@ from onnx import ModelProto
 from moe_onnx.adapters.function_body import OLDEST_OPSET, missing_bodies
 from moe_onnx.rewrite.by_ir import by_ir
 from moe_onnx.rewrite.fuse import batched, contrib, dense, loops, masked, sums, unrolled
-from moe_onnx.rewrite.fuse.graph import NAME, NotThis
+from moe_onnx.rewrite.fuse.graph import NAME, NotThis, is_op, size
 from moe_onnx.rewrite.fuse.meaning import Lost, Meaning
 from moe_onnx.rewrite.fuse.reading import Reader
 from moe_onnx.rewrite.fuse.types import Types, homes_of, inferred, typed, values_of
@@ -98,6 +98,23 @@ def _fuse_graph(graph: ir.Graph, reader: Reader, names: set[str], version: int, 
         rewritten(alone.node, partial(sums.rewrite, graph, alone, names))
     for node in contrib.nodes(graph):
         rewritten(node, partial(contrib.rewrite, graph, node, names))
+    left(_weights_by_map(graph, reader))
+
+
+def _weights_by_map(graph: ir.Graph, reader: Reader) -> Iterator[NotThis]:
+    """Products that pick experts' weights by a map of choices: a layer that nothing else would speak of."""
+    for node in graph:
+        if not is_op(node, "Einsum", "MatMul") or len(node.inputs) != 2:
+            continue
+        for chosen, weights in (node.inputs, node.inputs[::-1]):
+            if weights is None or weights.producer() is not None:
+                continue
+            seen = reader.read(chosen) if chosen is not None else None
+            if not isinstance(seen, Meaning) or seen.what != "hot" or not seen.choice.experts:
+                continue
+            if size(weights, 0) == seen.choice.experts:
+                text = f"picks experts' weights '{weights.name}' by a map of choices, which is no known form"
+                yield NotThis(node, f"{text}: index them by the ids")
 
 
 def _batch(graph: ir.Graph, flat_ids: ir.Value, nodes: list[ir.Node], names: set[str]) -> tuple[ir.Node, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from onnx import ModelProto
@@ -23,6 +24,23 @@ def locations(model: ModelProto) -> list[str]:
                 if entry.key == "location":
                     found[entry.value] = None
     return list(found)
+
+
+def files_of(subject: Subject) -> tuple[Path, ...]:
+    """The file a model was read from, and those of its external data."""
+    own = () if subject.path is None else (subject.path,)
+    folder = subject.folder
+    return own if folder is None else (*own, *(folder / name for name in locations(subject.model)))
+
+
+def check_free(path: Path, taken: Iterable[Path], what: str) -> None:
+    """See that writing a file overwrites none of ``taken``.
+
+    Raises:
+        ModelFileError: If it does; ``what`` says what those are.
+    """
+    if os.path.realpath(path) in {os.path.realpath(one) for one in taken}:
+        raise ModelFileError(f"'{path}' is {what}, and would be overwritten. Write to another file.")
 
 
 def bring_data(model: ModelProto, source: Path | None, target: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from moe_onnx.errors import ModelFileError
 from moe_onnx.rewrite.notes import Pass, PassReport
 from moe_onnx.rewrite.passes import apply_passes, chosen_passes
 from moe_onnx.validation.findings import write_beside
-from moe_onnx.validation.rewriting.data import bring_data
+from moe_onnx.validation.rewriting.data import bring_data, check_free, files_of, locations
 from moe_onnx.validation.rewriting.verify import verify as verify_by_running
 from moe_onnx.validation.subject import Options, Subject, open_subject
 
@@ -32,11 +32,13 @@ class Rewritten:
         report: ``passes``, ``applied``, ``skipped`` (a row for each node, with its place and what was done,
             or why not) and ``verified`` (a line for each set of inputs).
         source: The file it was read from, None for a ``ModelProto``.
+        data: The files of its external data.
     """
 
     model: ModelProto
     report: PassReport
     source: Path | None = None
+    data: tuple[Path, ...] = ()
     _folder: Path | None = field(default=None, repr=False)
 
     @property
@@ -51,10 +53,12 @@ class Rewritten:
         in another one they are copied to where it names them.
 
         Raises:
-            ModelFileError: If external data is not there or another file has its name, or the model takes
-                more than 2 GB without external data.
+            ModelFileError: If external data is not there or another file has its name, such as the one that
+                is to be written, or the model takes more than 2 GB without external data.
         """
         path = Path(path)
+        brought = (path.parent / name for name in locations(self.model))
+        check_free(path, (*self.data, *brought), "the model's external data")
         try:
             data = self.model.SerializeToString()
         except (EncodeError, ValueError) as error:
@@ -121,4 +125,5 @@ def rewrite_opened(
             done.report.verified = verify_by_running(subject, done, seed=seed, inputs=inputs)
         else:
             done.report.verified = [NOT_NEEDED]
-    return Rewritten(done.model, done.report, subject.path, subject.folder)
+    files = tuple(one for one in files_of(subject) if one != subject.path)
+    return Rewritten(done.model, done.report, subject.path, files, subject.folder)

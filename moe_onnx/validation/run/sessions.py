@@ -61,6 +61,10 @@ def is_not_here(error: Exception) -> bool:
     return isinstance(error, ort_errors.NotImplemented) or any(text in str(error) for text in _NOT_INSTALLED)
 
 
+class MayEndProcess(ModelError):
+    """A run that is not tried, as no error might come of it, but the end of the process."""
+
+
 @dataclass
 class Session:
     """A session, and what making it took."""
@@ -70,6 +74,7 @@ class Session:
     threads: int
     seconds: float
     megabytes: float | None
+    dies_of_empty: str = ""
 
     @property
     def outputs(self) -> list[str]:
@@ -82,7 +87,13 @@ class Session:
 
         Raises:
             TooLong: If it takes too long.
+            MayEndProcess: If an input is empty, and no error may come of that, but the end of the process.
         """
+        if self.dies_of_empty and any(np.size(value) == 0 for value in feeds.values()):
+            raise MayEndProcess(
+                f"onnxruntime may end the process by a division by 0, as Einsum '{self.dies_of_empty}' "
+                "turns an operand that may be empty. Write its operands' letters in one order"
+            )
         wanted = list(names) if names is not None else self.outputs
         if not wanted:
             return {}  # onnxruntime would give all
@@ -147,7 +158,27 @@ def make_session(
         made = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"], **how)
     else:
         made = InferenceSession(model, options, ["CPUExecutionProvider"], kernels=route, **how)
-    return Session(made, route, threads, time.perf_counter() - start, memory.growth())
+    turning = turning_einsum(subject.model)
+    return Session(made, route, threads, time.perf_counter() - start, memory.growth(), turning)
+
+
+def turning_einsum(model: ModelProto) -> str:
+    """The first Einsum that turns an operand: onnxruntime 1.32 ends the process if that is empty.
+
+    It brings the axes of each operand into the order in which their letters come first in the equation.
+    """
+    waiting = [owner.node for owner in (model.graph, *model.functions)]
+    while waiting:
+        for node in waiting.pop():
+            for attr in node.attribute:
+                waiting += [graph.node for graph in ([attr.g] if attr.HasField("g") else attr.graphs)]
+                if (node.op_type, attr.name) != ("Einsum", "equation") or node.domain not in ("", "ai.onnx"):
+                    continue
+                terms = attr.s.decode("utf-8", "replace").partition("->")[0].replace(" ", "").split(",")
+                order = "".join(terms)
+                if any(list(term) != sorted(term, key=order.index) for term in terms):
+                    return str(node.name or node.output[0])
+    return ""
 
 
 def has_nested_if(model: ModelProto) -> bool:
