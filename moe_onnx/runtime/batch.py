@@ -189,8 +189,14 @@ def _check_values(array: Array, name: str, config: Mapping[str, Any]) -> None:
                 raise _bad_value(array, bad, name, f"in [0, {vocab}) or {ignore} (left out)")
     elif name == LOAD_BEFORE and (array < 0).any():
         raise _bad_value(array, array < 0, name, ">= 0")
-    elif array.dtype.kind == "f" and not np.logical_and.reduce(np.isfinite(array), axis=None):
+    elif array.dtype.kind == "f" and not _is_finite(array):
         raise _bad_value(array, ~np.isfinite(array), name, "finite")
+
+
+def _is_finite(array: Array) -> bool:
+    """Whether all elements are: a finite sum says so in one pass, another may only be too large."""
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
 
 
 def _bad_value(array: Array, bad: Array, name: str, rule: str) -> BatchError:
