@@ -109,7 +109,7 @@ def test_any_data_is_within_the_bound(op: str, route: str, size: str, dtype: str
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("route", NATIVE)
 def test_more_columns_than_one_part(route: str, dtype: str, transposed: int) -> None:
-    """Few rows are multiplied by 4096 columns at a time, those of a group of a row or of four."""
+    """Few rows are multiplied by 512 columns at a time, by 4096 where there are more groups."""
     inputs = inputs_of(
         GMM, [3, 0, 5, 1, 64], 17, 2 * 4096 + 19, DTYPES[dtype], transposed, rng_of("wide"), integers
     )

@@ -35,8 +35,8 @@ struct Few {
 
 // The products of groups of few rows, on the session's threads.
 void multiply_few(const Call& call, const std::vector<Few>& groups, std::int64_t hidden, std::int64_t width) {
-  // So many columns are read in one go, from one row of the weight to the next.
-  constexpr std::int64_t each = 4096;
+  // So many columns are read in one go, from one row of the weight to the next; fewer where there are few groups.
+  const std::int64_t each = groups.size() < 8 ? 512 : 4096;
   const std::int64_t parts = (width + each - 1) / each;
   call.parallel(std::int64_t(groups.size()) * parts, hidden * std::min(width, each) * 4,
                 [&, parts](std::int64_t begin, std::int64_t end) {
