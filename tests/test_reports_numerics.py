@@ -451,7 +451,8 @@ def test_a10_rows_that_no_token_fills_are_exactly_zero(route: str, dtype: Any) -
 def test_every_kernel_is_under_test() -> None:
     """The routes of this module are those of the package: a new operator must be added above."""
     assert set(KERNELS) == {GRAD, UNGRAD}
-    # The grouped products and the update route nothing; test_grouped_matmul.py and test_adam_w.py are about
-    # them. The reports that touch the
+    # The grouped products, the activation, the sum and the update route nothing: test_grouped_matmul.py,
+    # test_swi_glu.py, test_square_sum.py and test_adam_w.py are about them. The reports that touch the
     # dispatch by map and the combine by index are in test_permute.py and test_finalize_routing.py.
-    assert {*MODES, *GROUPED, *FINALIZE, *PERMUTE, "MoeAdamW"} == set(BY_NAME)
+    others = {"MoeSwiGlu", "MoeSwiGluGrad", "MoeSquareSum", "MoeAdamW"}
+    assert {*MODES, *GROUPED, *FINALIZE, *PERMUTE, *others} == set(BY_NAME)
