@@ -11,6 +11,7 @@ from backend_models import DIFFERENTIATED, NOT_RUN, REFUSED, WRONG, cases, verdi
 pytestmark = pytest.mark.parity
 
 
+@pytest.mark.timeout(400)  # a thousand models, maybe beside a compiler
 def test_no_backend_model_has_a_wrong_gradient() -> None:
     kinds: Counter[str] = Counter()
     wrong = []
