@@ -50,18 +50,21 @@ void multiply_few(const Call& call, const std::vector<Few>& groups, std::int64_t
                 });
 }
 
-// y = left * right, or left * right transposed. The other way round, where the rows are few, it is they that the
-// runtime puts into panels, and the weight is read as it lies.
+// y = left * right, or left * right transposed.
 template <typename T>
 void multiply(const Call& call, T* y, const T* left, const T* right, bool transposed, std::int64_t rows,
               std::int64_t width, std::int64_t hidden, std::vector<T>& scratch) {
   const MatMuls& products = *call.node.products;
-  if (!transposed || rows > kFewRows) {
-    return products.multiply(call.context(), left, false, right, transposed, y, rows, width, hidden);
+  if (rows <= kFewRows && transposed) {
+    // The other way round it is the rows that the runtime puts into panels, and the weight is read as it lies.
+    T* const other = room(scratch, width * rows);
+    products.multiply(call.context(), right, false, left, true, other, width, rows, hidden);
+    return turn(call, y, other, width, rows);
   }
-  T* const other = room(scratch, width * rows);
-  products.multiply(call.context(), right, false, left, true, other, width, rows, hidden);
-  turn(call, y, other, width, rows);
+  if constexpr (std::is_same_v<T, float>) {
+    if (rows <= kFewRows) return multiply_few(call, {{left, right, y, rows}}, hidden, width);
+  }
+  products.multiply(call.context(), left, false, right, transposed, y, rows, width, hidden);
 }
 
 template <typename T>
@@ -84,19 +87,15 @@ void run(Call& call) {
     const std::int64_t start = starts[std::size_t(expert)], count = starts[std::size_t(expert) + 1] - start;
     if (count == 0) continue;  // the weight of an expert without rows is not looked at
     T* const out = y + start * width;
-    const Wide<T>* const left = widened(call, x + start * hidden, count * hidden, of_x);
-    const Wide<T>* const right = widened(call, weight + expert * hidden * width, hidden * width, of_weight);
-    Wide<T>* const product = wide_place(out, count * width, of_y);
-    if constexpr (sizeof(Wide<T>) == 4) {
-      if (!transposed && count <= kFewRows) {
-        few.push_back({left, right, product, count});
-        if constexpr (std::is_same_v<T, float>) continue;  // all such groups at once
-        multiply_few(call, few, hidden, width);
-        few.clear();
-        narrowed(call, out, product, count * width);
+    if constexpr (std::is_same_v<T, float>) {
+      if (count <= kFewRows && !transposed) {  // all such groups at once; those of 16 bits are widened one by one
+        few.push_back({x + start * hidden, weight + expert * hidden * width, out, count});
         continue;
       }
     }
+    const Wide<T>* const left = widened(call, x + start * hidden, count * hidden, of_x);
+    const Wide<T>* const right = widened(call, weight + expert * hidden * width, hidden * width, of_weight);
+    Wide<T>* const product = wide_place(out, count * width, of_y);
     multiply(call, product, left, right, transposed, count, width, hidden, scratch);
     narrowed(call, out, product, count * width);
   }

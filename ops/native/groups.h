@@ -44,17 +44,11 @@ const Wide<T>* widened(const Call& call, const T* matrix, std::int64_t elements,
 template <typename T>
 void turn(const Call& call, T* out, const T* matrix, std::int64_t rows, std::int64_t columns) {
   constexpr std::int64_t tall = kTurnedRows;
-  Turn<T> few;
-  if constexpr (sizeof(T) == 4) {
-    few = row_table().turn_f32;
-  } else {
-    few = row_table().turn_f64;
-  }
   const std::int64_t bands = (rows + tall - 1) / tall;
   call.parallel(bands, tall * columns * 2 * std::int64_t(sizeof(T)), [=](std::int64_t begin, std::int64_t end) {
     for (std::int64_t top = begin * tall; top < std::min(rows, end * tall); top += tall) {
-      few(out + top, std::size_t(rows), matrix + top * columns, std::size_t(columns),
-          std::size_t(std::min(tall, rows - top)), std::size_t(columns));
+      rows_of<T>().turn(out + top, std::size_t(rows), matrix + top * columns, std::size_t(columns),
+                        std::size_t(std::min(tall, rows - top)), std::size_t(columns));
     }
   });
 }

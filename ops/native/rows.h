@@ -11,6 +11,8 @@
 
 namespace moe {
 
+constexpr std::size_t kTurnedRows = 16;
+
 template <typename T>
 struct Rows {
   // out = sum of `count` rows in order, from +0, rounded once.
@@ -34,6 +36,9 @@ struct Rows {
   // out = gate / (1 + exp(-gate)) * up, and its gradient of both, for MoeSwiGlu.
   void (*swi_glu)(T* out, const T* gate, const T* up, std::size_t width);
   void (*swi_glu_grad)(T* of_gate, T* of_up, const T* grad, const T* gate, const T* up, std::size_t width);
+  // out[column * out_stride + row] = in[row * in_stride + column], for at most kTurnedRows rows.
+  void (*turn)(T* out, std::size_t out_stride, const T* in, std::size_t in_stride, std::size_t height,
+               std::size_t width);
   // Exact widening and one rounding back.
   void (*widen)(Wide<T>* out, const T* in, std::size_t count);
   void (*narrow)(T* out, const Wide<T>* in, std::size_t count);
@@ -50,12 +55,6 @@ struct AdamW {
 template <typename T>
 using AdamWStep = void (*)(const AdamW<T>& by, T* const (&out)[3], const T* parameter, const T* gradient,
                            const T* exp_avg, const T* exp_avg_sq, std::size_t count);
-
-// out[column * out_stride + row] = in[row * in_stride + column], for at most kTurnedRows rows.
-template <typename T>
-using Turn = void (*)(T* out, std::size_t out_stride, const T* in, std::size_t in_stride, std::size_t height,
-                      std::size_t width);
-constexpr std::size_t kTurnedRows = 16;
 
 // y = x * matrix, for rows so few that reading the matrix is what takes the time; `inner` is above 0.
 using FewRows = void (*)(float* y, std::size_t y_stride, const float* x, std::size_t x_stride, std::size_t rows,
@@ -76,8 +75,6 @@ struct RowTable {
   void (*copy_past)(void* out, const void* in, std::size_t bytes);  // past the caches
   AdamWStep<float> adam_w_f32;
   AdamWStep<double> adam_w_f64;
-  Turn<float> turn_f32;
-  Turn<double> turn_f64;
   FewRows few_rows;
   SquareSum<float> square_sum_f32;
   SquareSum<double> square_sum_f64;

@@ -188,9 +188,9 @@ void scale(T* out, const T* in, Wide<T> weight, std::size_t width) {
 constexpr int kLanes = 32;
 
 // The sum of the lanes, in a tree that does not depend on the width of vectors.
-template <typename W>
+template <int count = kLanes, typename W>
 W fold(W* lanes) {
-  for (int half = kLanes / 2; half > 0; half /= 2) {
+  for (int half = count / 2; half > 0; half /= 2) {
     for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
   }
   return lanes[0];
@@ -411,7 +411,8 @@ void adam_w(const AdamW<T>& by, T* const (&out)[3], const T* parameter, const T*
 template <typename T>
 constexpr Rows<T> rows_for() {
   return {sum<T>,        weighted_sum<T>,  biased_sum<T>, scale<T>,        scale_past<T>, dot<T>,
-          biased_dot<T>, scale_and_dot<T>, swi_glu<T>,    swi_glu_grad<T>, widen_all<T>,  narrow_all<T>};
+          biased_dot<T>, scale_and_dot<T>, swi_glu<T>,    swi_glu_grad<T>, turn<T>,       widen_all<T>,
+          narrow_all<T>};
 }
 
 }  // namespace
@@ -420,7 +421,7 @@ constexpr Rows<T> rows_for() {
 #define MOE_NAME(name) MOE_STRING(name)
 extern const RowTable MOE_ROWS = {
     MOE_NAME(MOE_ROWS), rows_for<float>(), rows_for<float16>(), rows_for<bfloat16>(), rows_for<double>(), copy, copy_past,
-    adam_w<float>,      adam_w<double>, turn<float>, turn<double>, few_rows, square_sum<float>, square_sum<double>,
+    adam_w<float>,      adam_w<double>, few_rows, square_sum<float>, square_sum<double>,
 };
 
 }  // namespace moe

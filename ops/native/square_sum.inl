@@ -13,11 +13,11 @@ inline Doubles load_doubles(const float* in) {
 
 template <typename T>
 double square_sum(const T* in, std::size_t count) {
-  constexpr std::size_t lanes = 16, size = kFloats / 2;
+  constexpr int lanes = 16, size = kFloats / 2;
   Doubles total[lanes / size] = {};
   std::size_t i = 0;
   for (; i + lanes <= count; i += lanes) {
-    for (std::size_t j = 0; j < lanes / size; ++j) {
+    for (int j = 0; j < lanes / size; ++j) {
       const Doubles value = load_doubles(in + i + j * size);
       total[j] += value * value;
     }
@@ -25,8 +25,5 @@ double square_sum(const T* in, std::size_t count) {
   double sums[lanes];
   std::memcpy(sums, total, sizeof sums);
   for (std::size_t lane = 0; i < count; ++i, ++lane) sums[lane] += double(in[i]) * double(in[i]);
-  for (std::size_t half = lanes / 2; half > 0; half /= 2) {
-    for (std::size_t lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
-  }
-  return sums[0];
+  return fold<lanes>(sums);
 }

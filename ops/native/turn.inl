@@ -32,7 +32,7 @@ void turn(T* out, std::size_t out_stride, const T* in, std::size_t in_stride, st
     const std::size_t columns = std::min(broad, width - from);
     std::size_t square_rows = 0, square_columns = 0;
 #if defined(__AVX2__)
-    if constexpr (sizeof(T) == 4) {
+    if constexpr (std::is_same_v<T, float>) {
       square_rows = height / 8 * 8;
       square_columns = columns / 8 * 8;
       for (std::size_t row = 0; row < square_rows; row += 8) {
