@@ -116,9 +116,7 @@ def _tree(value: ir.Value | None, found: dict[ir.Value, Linear], at: ir.Node) ->
     node = value.producer()
     if node is not None and node.domain == DOMAIN and node.op_type == "MoeSwiGlu":
         whole = _tree(node.inputs[0], found, node)
-        if whole[:2] != WHOLE[:2]:
-            raise NotThis(node, "takes columns of what is no product")
-        gate, up = (("columns", half, whole[2]) for half in _HALVES)
+        gate, up = (_part(half, whole, node) for half in _HALVES)
         return _product([gate, ("Sigmoid", gate), up])
     if node is None or node.domain not in ("", "ai.onnx"):
         what = "an input of the graph" if node is None else f"{node.domain}.{node.op_type}"
@@ -126,10 +124,7 @@ def _tree(value: ir.Value | None, found: dict[ir.Value, Linear], at: ir.Node) ->
     part = _columns(value, node)
     if part is not None:
         source, name = part
-        whole = _tree(source, found, at)
-        if whole[:2] != WHOLE[:2]:
-            raise NotThis(node, "takes columns of what is no product")
-        return ("columns", name, whole[2])
+        return _part(name, _tree(source, found, at), node)
     if is_op(node, "Identity") or is_same_type(node):
         return _tree(node.inputs[0], found, node)
     if is_op(node, "Relu", "Sigmoid"):
@@ -152,6 +147,13 @@ def _tree(value: ir.Value | None, found: dict[ir.Value, Linear], at: ir.Node) ->
     if is_op(node, "Clip", "Min", "Max") and numbers[0] is None:
         return _clip(node, numbers, _tree(node.inputs[0], found, node))
     raise NotThis(node, f"{node.op_type} is in no activation of the CPU kernel")
+
+
+def _part(name: str, whole: Tree, node: ir.Node) -> Tree:
+    """Some columns of a product, which ``node`` takes."""
+    if whole[:2] != WHOLE[:2]:
+        raise NotThis(node, "takes columns of what is no product")
+    return ("columns", name, whole[2])
 
 
 def _clip(node: ir.Node, numbers: list[float | None], inner: Tree) -> Tree:
