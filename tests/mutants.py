@@ -10,6 +10,20 @@ from mutant_edges import Scope, of_edges, of_outputs
 from mutant_nodes import Change, of_attributes, of_constant, of_operator
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+import moe_onnx
+from moe_onnx.rewrite.passes import DEFECT, apply_passes
+
+
+def rewritten(model: ModelProto, name: str) -> ModelProto | str:
+    """What a pass makes of a mutant; ``"left"`` where that is nothing, ``"invalid"`` where it is refused."""
+    try:
+        done = apply_passes(model, [name])
+    except moe_onnx.MoeOnnxError as error:
+        if DEFECT in str(error):
+            raise
+        return "invalid"
+    return "left" if done.model is model else done.model
+
 
 def mutants(model: ModelProto) -> Iterator[tuple[str, Callable[[], ModelProto]]]:
     """All changes of a model: a label, and a function of no arguments that makes the mutant."""

@@ -8,7 +8,7 @@ from test_imported import model_of, normal
 
 import moe_onnx
 from moe_onnx.rewrite.passes import apply_passes
-from moe_onnx.validation.run.sessions import turning_einsum
+from moe_onnx.validation.run.aborting import turning_einsum
 
 ROUTER = """m (float[T, 4] x) => (float[T, 4] y)
 <int64[1] two = {2}, int64[1] last = {-1}, int64 four = {4}, float[2] off_on = {0, 1}> {

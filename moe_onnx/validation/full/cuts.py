@@ -9,8 +9,9 @@ from onnx import AttributeProto, ModelProto, NodeProto, TypeProto, ValueInfoProt
 
 from moe_onnx.runtime.session import InferenceSession
 from moe_onnx.validation.hazards.equations import unreadable_equation
+from moe_onnx.validation.run.aborting import refuse_aborting
 from moe_onnx.validation.run.messages import said
-from moe_onnx.validation.run.sessions import QUIET, refuse_aborting
+from moe_onnx.validation.run.sessions import QUIET
 from moe_onnx.validation.subject import Subject
 
 _FOLDER = "session.model_external_initializers_file_folder_path"

@@ -15,6 +15,7 @@ from moe_onnx.rewrite.notes import scopes
 from moe_onnx.rewrite.passes import Applied
 from moe_onnx.runtime.register import register
 from moe_onnx.validation.rewriting.cases import TRIED, Case, adversarial, drawn
+from moe_onnx.validation.run.aborting import has_nested_if, refuse_aborting, turning_einsum
 from moe_onnx.validation.run.agreement import difference, differing, is_float, same_bits
 from moe_onnx.validation.run.feeds import fed_bytes
 from moe_onnx.validation.run.limits import TooLong
@@ -28,10 +29,7 @@ from moe_onnx.validation.run.sessions import (
     MayEndProcess,
     Outputs,
     Session,
-    has_nested_if,
     make_session,
-    refuse_aborting,
-    turning_einsum,
     weight_bytes,
 )
 from moe_onnx.validation.subject import Subject
