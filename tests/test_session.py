@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import queue
@@ -68,6 +69,30 @@ def test_every_dtype_goes_in_and_comes_out(op: str, dtype: Any, kernels: str) ->
     assert model.SerializeToString(deterministic=True) == before
     assert session.moe_kernels == {"native": 0, "python": 0, "body": 0, kernels: 1}
     assert_outputs(session.run(None, feed_of(op, inputs)), want)
+
+
+@pytest.mark.parametrize("level", ["ORT_DISABLE_ALL", "ORT_ENABLE_ALL"])
+def test_bfloat16_outputs_have_memory_of_their_own(level: str) -> None:
+    """They look at what onnxruntime computed, for as long as they like, and at nothing of the session."""
+    given = np.arange(1000).astype(BF16)
+    weight = helper.make_tensor("w", onnx.TensorProto.BFLOAT16, [1000], given.tobytes(), raw=True)
+    nodes = [helper.make_node("Identity", ["x"], ["y"]), helper.make_node("Cast", ["x"], ["z"], to=16)]
+    infos = [helper.make_tensor_value_info(name, 16, [1000]) for name in ("x", "y", "z", "w")]
+    graph = helper.make_graph(nodes, "passed_on", infos[:1], infos[1:], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
+    session = moe_onnx.InferenceSession(model, options)
+    for out in session.run(None, {"x": given}):
+        assert out.flags.writeable and not np.shares_memory(out, given)
+        out[:] = 7
+    outputs = session.run(None, {"x": given})
+    del session
+    gc.collect()
+    others = [np.full(1000, 9, BF16) for _ in range(1000)]  # would be where they were
+    for out in outputs:
+        np.testing.assert_array_equal(out.astype(np.float32), np.arange(1000).astype(BF16).astype(np.float32))
+    assert len(others) == 1000
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import ml_dtypes
@@ -39,14 +38,20 @@ def to_ort_value(value: Any, kind: str = "") -> onnxruntime.OrtValue:
     return onnxruntime.OrtValue.ortvalue_from_numpy(array)
 
 
+class _Memory:
+    """The memory of an OrtValue for numpy, which keeps this, and so the value, as long as it looks there."""
+
+    def __init__(self, value: onnxruntime.OrtValue, shape: tuple[int, ...], typestr: str) -> None:
+        self.value = value
+        place = (value.data_ptr(), False)
+        self.__array_interface__ = {"version": 3, "data": place, "shape": shape, "typestr": typestr}
+
+
 def to_numpy(value: onnxruntime.OrtValue) -> Any:
-    """The array in an OrtValue; onnxruntime itself does not give out bfloat16."""
+    """The array in an OrtValue; onnxruntime itself does not give out bfloat16, which is not copied here."""
     if "bfloat16" not in value.data_type():
         return value.numpy()
     shape = tuple(value.shape())
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * BFLOAT16.itemsize
-    if not num_bytes:
+    if 0 in shape:  # whose place may be no place
         return np.zeros(shape, BFLOAT16)
-    raw = (ctypes.c_char * num_bytes).from_address(value.data_ptr())
-    # The copy outlives the value, whose memory goes with it.
-    return np.frombuffer(raw, BFLOAT16).reshape(shape).copy()
+    return np.asarray(_Memory(value, shape, np.dtype(np.uint16).str)).view(BFLOAT16)
