@@ -86,3 +86,32 @@ def test_a_model_is_rewritten_in_place_beside_what_has_the_name_of_its_draft(tmp
     write_beside(path, path.read_bytes())
     assert contents(tmp_path).keys() == {"net.onnx", "net.onnx.new"}
     assert (tmp_path / "net.onnx.new").read_bytes() == data
+
+
+def test_reports_replace_nothing_that_was_read(tmp_path: Path) -> None:
+    path, graphs = stored(tmp_path), tmp_path / "graphs"
+    moe_onnx.training_graph_from(mlp(), **SQUARED).save(graphs)
+    for name in ("one.npz", "two.npz"):
+        np.savez(tmp_path / name, x=np.ones(3, np.float32))
+    (tmp_path / "link.json").symlink_to(path)
+    for taken in (path, tmp_path / "net.bin", tmp_path / "link.json"):
+        for words in (
+            ["validate", path, "--json"],
+            ["validate", path, "--html"],
+            ["inspect", path, "--json"],
+        ):
+            assert f"{taken.name}' is a file of '{path}', and would be" in refused(tmp_path, *words, taken)
+    for name in ("grad.onnx", "manifest.json"):
+        said = refused(tmp_path, "inspect", graphs, "--graph", graphs / name)
+        assert f"{name}' is a file of '{graphs}'" in said
+    compared = ["compare", tmp_path / "one.npz", tmp_path / "two.npz", "--json"]
+    assert "two.npz' is a file of" in refused(tmp_path, *compared, tmp_path / "two.npz")
+    text = tmp_path / "book.txt"
+    text.write_text("so it is")
+    assert "book.txt' is" in refused(tmp_path, "eval", graphs, "--text", text, "--load-svg", text)
+    # Their own files are written again, beside the sources too.
+    report = tmp_path / "report.json"
+    for _ in range(2):
+        CliRunner().invoke(main, ["validate", str(path), "--json", str(report)])
+        assert report.read_text().startswith("{")
+        assert len(report.read_text()) > 100

@@ -15,6 +15,7 @@ from moe_onnx.build.presets import PRESETS
 from moe_onnx.build.recipe import recipe_from_dict, recipe_tables
 from moe_onnx.cli import units
 from moe_onnx.cli.options import ASSEMBLY, CONSOLE, build
+from moe_onnx.cli.places import STDOUT, spare_sources
 from moe_onnx.cli.step_drawing import draw_step
 from moe_onnx.errors import OptionError
 from moe_onnx.inspection.explain import Mapped, explain
@@ -24,7 +25,6 @@ from moe_onnx.inspection.places import PHASES
 from moe_onnx.spec import DOMAIN
 from moe_onnx.validation.findings import json_text, write_beside
 
-STDOUT = Path("-")
 FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 
 
@@ -85,6 +85,7 @@ def inspect(
                 f"got '{source}', which is not there."
             )
         graph, name = Path(source), source
+    spare_sources((json_file, picture), [Path(source)])
     with CONSOLE.status(f"inspecting {source} ..."):
         done = inspect_graphs(
             graph,

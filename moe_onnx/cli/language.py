@@ -18,6 +18,7 @@ from moe_onnx.build.manifest import Manifest
 from moe_onnx.cli import huggingface
 from moe_onnx.cli.heatmap import write_heatmap
 from moe_onnx.cli.options import CONSOLE, WORK_FAILED
+from moe_onnx.cli.places import spare_sources
 from moe_onnx.errors import ModelError, OptionError
 from moe_onnx.runtime.checkpoint import has_checkpoint
 from moe_onnx.runtime.codec import ByteCodec, Codec
@@ -84,6 +85,7 @@ def evaluate(
     """  # noqa: D301
     if (text is None) == (tokens is None):
         raise click.UsageError("Give either --text or --tokens.")
+    spare_sources([load_svg], (graph, checkpoint, text, tokens))
     session, said = opened(graph, checkpoint, "eval", kernels, threads)
     reader = None
     if text is not None:

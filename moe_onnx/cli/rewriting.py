@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from moe_onnx.cli.options import CONSOLE, WORK_FAILED, fail
+from moe_onnx.cli.places import STDOUT
 from moe_onnx.errors import OptionError, VerificationError
 from moe_onnx.rewrite.notes import MAIN, Note, PassReport
 from moe_onnx.rewrite.passes import PASSES
@@ -19,7 +20,6 @@ from moe_onnx.validation.findings import json_text, write_beside
 from moe_onnx.validation.rewriting.data import check_free
 from moe_onnx.validation.rewriting.rewrite import rewrite_model
 
-STDOUT = Path("-")
 FILE = click.Path(path_type=Path, dir_okay=False)
 _MOST_ROWS = 40  # of a table; the report has all
 

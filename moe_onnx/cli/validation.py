@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from rich.markdown import Markdown
 
 from moe_onnx.cli.options import CONSOLE, WORK_FAILED
+from moe_onnx.cli.places import STDOUT, known_place, spare_sources
 from moe_onnx.errors import OptionError
 from moe_onnx.validation import families
 from moe_onnx.validation.device.compare import Comparison
@@ -31,15 +32,7 @@ from moe_onnx.validation.validate import validate as validate_model
 
 F = TypeVar("F", bound=Callable[..., Any])
 OUTPUT = click.Path(path_type=Path, dir_okay=False, writable=True, allow_dash=True)
-STDOUT = Path("-")
 ANY = click.Path(path_type=Path)
-
-
-def _known_place(ctx: click.Context, option: click.Parameter, value: Path | None) -> Path | None:
-    """What cannot be written is better known before the work than after it."""
-    if value is not None and value != STDOUT and not value.parent.is_dir():
-        raise click.BadParameter(f"there is no folder '{value.parent}'.", ctx, option)
-    return value
 
 
 def _is_shown(done: Report | Comparison, json_file: Path | None) -> bool:
@@ -58,13 +51,13 @@ def _is_shown(done: Report | Comparison, json_file: Path | None) -> bool:
 @click.option("--ub-size", type=click.IntRange(min=1), help="Bytes of the device's unified buffer.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of inputs drawn for runs.")
 @click.option(
-    "--json", "json_file", type=OUTPUT, callback=_known_place, help="Write the report as JSON; - to stdout."
+    "--json", "json_file", type=OUTPUT, callback=known_place, help="Write the report as JSON; - to stdout."
 )
 @click.option(
     "--html",
     "html_file",
     type=click.Path(path_type=Path, dir_okay=False, writable=True),
-    callback=_known_place,
+    callback=known_place,
     help="Write the report as one HTML page.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show every check, and why one did not apply.")
@@ -99,6 +92,7 @@ def validate(
     Exit codes: 0 no errors (warnings and notes may be there), 1 errors were found, 2 MODEL could not be
     read, or wrong usage.
     """  # noqa: D301
+    spare_sources((json_file, html_file), [model])
     with CONSOLE.status(f"validating {model} ..."):
         report = validate_model(model, level=level, target=target, ub_size=ub_size, seed=seed)
     if html_file is not None:
@@ -147,7 +141,7 @@ def explain(code: str | None) -> None:
     "--rename", multiple=True, metavar="EXPECTED=ACTUAL", help="A tensor that has another name; repeatable."
 )
 @click.option(
-    "--json", "json_file", type=OUTPUT, callback=_known_place, help="Write it as JSON; - to stdout, alone."
+    "--json", "json_file", type=OUTPUT, callback=known_place, help="Write it as JSON; - to stdout, alone."
 )
 @click.option("--histogram/--no-histogram", default=True, show_default=True)
 @click.pass_context
@@ -189,6 +183,7 @@ def compare(
         if not equals:
             raise click.UsageError(f"--rename takes EXPECTED=ACTUAL, got {one!r}.")
         names[ours] = theirs
+    spare_sources([json_file], (expected, actual, benchmark))
     done = compare_tensors(
         expected,
         actual,
