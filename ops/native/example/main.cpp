@@ -1,16 +1,21 @@
 // The operators without Python: an ONNX model with a MoeInitRoutingV2Grad node, run through onnxruntime's C API.
 //
 //   c++ -std=c++17 -I ops/native ops/native/example/main.cpp -o example -ldl
-//   ./example libonnxruntime.so libascend_moe.so model.onnx        (Linux and macOS)
+//   ./example libonnxruntime.so libascend_moe.so model.onnx
 //
 // With onnxruntime's own header the names below are there already; README.md shows that form. This file needs no
 // header but ort_abi.h, so that it can be built anywhere. The model takes grad_expanded_x, float32 [N, H], and
 // expanded_row_idx, int32 [N], and gives grad_x, float32 [T, H].
 
+#if defined(_WIN32)
+#include <windows.h>
+#else
 #include <dlfcn.h>
+#endif
 
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -23,6 +28,8 @@ using namespace moe;
 struct OrtEnv;
 struct OrtSession;
 struct OrtRunOptions;
+using Path = std::filesystem::path;
+using Letter = Path::value_type;  // wchar_t on Windows
 
 // Functions of the C API by slot, as in ort_abi.h: what a program needs and a library of operators does not.
 #define EXAMPLE_FUNCTIONS(NAME)                                                                                  \
@@ -30,9 +37,9 @@ struct OrtRunOptions;
   NAME(ReleaseEnv, 92, void, (OrtEnv* env))                                                                      \
   NAME(CreateSessionOptions, 10, OrtStatus*, (OrtSessionOptions** out))                                          \
   NAME(ReleaseSessionOptions, 100, void, (OrtSessionOptions* options))                                           \
-  NAME(RegisterCustomOpsLibrary, 29, OrtStatus*, (OrtSessionOptions* options, const char* path, void** handle))  \
+  NAME(RegisterCustomOpsLibrary, 29, OrtStatus*, (OrtSessionOptions* options, const Letter* path, void** handle)) \
   NAME(CreateSession, 7, OrtStatus*,                                                                             \
-       (const OrtEnv* env, const char* path, const OrtSessionOptions* options, OrtSession** out))                \
+       (const OrtEnv* env, const Letter* path, const OrtSessionOptions* options, OrtSession** out))              \
   NAME(ReleaseSession, 95, void, (OrtSession* session))                                                          \
   NAME(Run, 9, OrtStatus*,                                                                                       \
        (OrtSession* session, const OrtRunOptions* options, const char* const* input_names,                       \
@@ -65,6 +72,22 @@ std::string words_of(OrtStatus* status) {
 void check(OrtStatus* status) {
   const std::string words = words_of(status);
   if (!words.empty()) fail(words);
+}
+
+using GetBase = const OrtApiBase* (*)();
+
+// The one function that onnxruntime's library exports.
+GetBase base_of(const Path& library) {
+#if defined(_WIN32)
+  const HMODULE loaded = LoadLibraryW(library.c_str());
+  void* const found = loaded == nullptr ? nullptr : reinterpret_cast<void*>(GetProcAddress(loaded, "OrtGetApiBase"));
+#else
+  void* const loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (loaded == nullptr) fail(dlerror());
+  void* const found = dlsym(loaded, "OrtGetApiBase");
+#endif
+  if (found == nullptr) fail(library.string() + " cannot be loaded, or is no onnxruntime");
+  return reinterpret_cast<GetBase>(found);
 }
 
 OrtValue* tensor(const OrtMemoryInfo* memory, void* data, std::size_t bytes, std::vector<std::int64_t> shape,
@@ -115,11 +138,8 @@ void run(OrtSession* session, const OrtMemoryInfo* memory, std::vector<float>& r
 
 int main(int argc, char** argv) {
   if (argc != 4) fail("usage: example ONNXRUNTIME_LIBRARY ASCEND_MOE_LIBRARY MODEL");
-  void* library = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) fail(dlerror());
-  const auto get_base = reinterpret_cast<const OrtApiBase* (*)()>(dlsym(library, "OrtGetApiBase"));
-  if (get_base == nullptr) fail("OrtGetApiBase is not in that library");
-  api = get_base()->GetApi(kApiVersion);
+  const Path runtime = argv[1], kernels = argv[2], model = argv[3];
+  api = base_of(runtime)()->GetApi(kApiVersion);
   if (api == nullptr) fail("that onnxruntime is too old");
 
   OrtEnv* env = nullptr;
@@ -130,8 +150,8 @@ int main(int argc, char** argv) {
   constexpr int kFatal = 4;  // errors come as statuses; they need not be logged as well
   check(CreateEnv(kFatal, "example", &env));
   check(CreateSessionOptions(&options));
-  check(RegisterCustomOpsLibrary(options, argv[2], &handle));
-  check(CreateSession(static_cast<const OrtEnv*>(env), argv[3], static_cast<const OrtSessionOptions*>(options),
+  check(RegisterCustomOpsLibrary(options, kernels.c_str(), &handle));
+  check(CreateSession(static_cast<const OrtEnv*>(env), model.c_str(), static_cast<const OrtSessionOptions*>(options),
                       &session));
   check(CreateCpuMemoryInfo(std::int32_t(0), std::int32_t(0), &memory));
 
