@@ -220,15 +220,28 @@ def wheel_of(checkout: Path, **env: str) -> tuple[str, bool]:
     return wheel.stem.split("-", 2)[2], f"moe_onnx/kernels/{native.LIBRARY_NAME}" in names
 
 
+def unoptimised(folder: Path) -> dict[str, str]:
+    """Optimising takes most of the time, and the install that runs this has optimised.
+
+    CMake calls the compiler by a script, which has the last word.
+    """
+    if os.name == "nt":
+        return {}
+    launcher = folder / "without_optimising"
+    launcher.write_text('#!/bin/sh\nexec "$@" -O0\n')
+    launcher.chmod(0o755)
+    return {"CMAKE_CXX_COMPILER_LAUNCHER": str(launcher)}
+
+
 BROKEN = {"CC": "/bin/false", "CXX": "/bin/false"}
 
 
 @pytest.mark.parity
 @pytest.mark.timeout(600)
-def test_a_wheel_with_a_compiler(checkout: Path) -> None:
+def test_a_wheel_with_a_compiler(checkout: Path, tmp_path: Path) -> None:
     if not compiler():
         pytest.skip("there is no compiler")
-    tag, has_library = wheel_of(checkout)
+    tag, has_library = wheel_of(checkout, **unoptimised(tmp_path))
     assert has_library
     assert tag.startswith("py3-none-")
     assert tag != "py3-none-any"
@@ -267,14 +280,7 @@ def test_an_editable_install(checkout: Path, tmp_path: Path) -> None:
         [sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=100
     )
     python = tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
-    wanted = {"MOE_ONNX_NATIVE": "1"} if compiler() else {}
-    if os.name != "nt":
-        # Optimising takes most of the time, and the wheel above is optimised: here CMake calls the compiler
-        # by a script, which has the last word.
-        launcher = tmp_path / "without_optimising"
-        launcher.write_text('#!/bin/sh\nexec "$@" -O0\n')
-        launcher.chmod(0o755)
-        wanted["CMAKE_CXX_COMPILER_LAUNCHER"] = str(launcher)
+    wanted = unoptimised(tmp_path) | ({"MOE_ONNX_NATIVE": "1"} if compiler() else {})
     done = pip("--python", python, "install", "--no-deps", "-e", checkout, **wanted)
     assert not done.returncode, done.stdout + done.stderr
     assert (checkout / "moe_onnx/kernels" / native.LIBRARY_NAME).exists() == bool(compiler())
