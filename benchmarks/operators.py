@@ -95,11 +95,12 @@ def measure(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]:
     for round_ in range(repeats + 1):  # the first is a warm-up
         for name, call in calls.items():
             start = time.perf_counter()
-            seconds = call()
+            result = call()
             elapsed = time.perf_counter() - start
             if round_:
                 # A contender that has to prepare (an autograd forward) gives its own time.
-                times[name].append(seconds if isinstance(seconds, float) else elapsed)
+                times[name].append(result if isinstance(result, float) else elapsed)
+            result = None  # memory that is given back now is not in the time of the next contender
     return times
 
 

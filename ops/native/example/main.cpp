@@ -37,7 +37,7 @@ using Letter = Path::value_type;  // wchar_t on Windows
   NAME(ReleaseEnv, 92, void, (OrtEnv* env))                                                                      \
   NAME(CreateSessionOptions, 10, OrtStatus*, (OrtSessionOptions** out))                                          \
   NAME(ReleaseSessionOptions, 100, void, (OrtSessionOptions* options))                                           \
-  NAME(RegisterCustomOpsLibrary, 29, OrtStatus*, (OrtSessionOptions* options, const Letter* path, void** handle)) \
+  NAME(RegisterCustomOpsLibrary_V2, 228, OrtStatus*, (OrtSessionOptions* options, const Letter* path))           \
   NAME(CreateSession, 7, OrtStatus*,                                                                             \
        (const OrtEnv* env, const Letter* path, const OrtSessionOptions* options, OrtSession** out))              \
   NAME(ReleaseSession, 95, void, (OrtSession* session))                                                          \
@@ -146,11 +146,10 @@ int main(int argc, char** argv) {
   OrtSessionOptions* options = nullptr;
   OrtSession* session = nullptr;
   OrtMemoryInfo* memory = nullptr;
-  void* handle = nullptr;
   constexpr int kFatal = 4;  // errors come as statuses; they need not be logged as well
   check(CreateEnv(kFatal, "example", &env));
   check(CreateSessionOptions(&options));
-  check(RegisterCustomOpsLibrary(options, kernels.c_str(), &handle));
+  check(RegisterCustomOpsLibrary_V2(options, kernels.c_str()));
   check(CreateSession(static_cast<const OrtEnv*>(env), model.c_str(), static_cast<const OrtSessionOptions*>(options),
                       &session));
   check(CreateCpuMemoryInfo(std::int32_t(0), std::int32_t(0), &memory));
