@@ -119,9 +119,8 @@ class BoundGraph:
         """Run on a batch; results are in the cells."""
         for name, array in batch.items():
             self._binding.bind_cpu_input(name, array)  # looks at the array's memory
-        shapes = [array.shape for array in self._batch]
-        self._batch = list(batch.values())
-        if self._free and shapes != [array.shape for array in self._batch]:
+        before, self._batch = self._batch, list(batch.values())
+        if self._free and [array.shape for array in before] != [array.shape for array in self._batch]:
             for name in self._free:  # a binding keeps the shape, and the memory, of the last run
                 self._binding.bind_output(name, "cpu")
         self._session.run_with_iobinding(self._binding)
