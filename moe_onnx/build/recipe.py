@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,10 +99,25 @@ def recipe_from_dict(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     if kind not in CONFIGS:
         raise ConfigError(f"{where}: 'kind' of the model must be one of {', '.join(CONFIGS)}, got {kind!r}.")
     optimizer = {"kind": "AdamW", **data.get("optimizer", {})}
-    schedule = Schedule(**data.get("training", {}))
+    with _named(where, "training"):
+        schedule = Schedule(**data.get("training", {}))
     if data.get("training") and model.get("capacity_factor") and model.get("tokens_per_batch") is None:
         model["tokens_per_batch"] = schedule.batch_size * schedule.sequence_length
-    return Recipe(CONFIGS[kind].from_dict(model), optimizer_from_dict(optimizer), schedule)
+    with _named(where, "model"):
+        config = CONFIGS[kind].from_dict(model)
+    with _named(where, "optimizer"):
+        return Recipe(config, optimizer_from_dict(optimizer), schedule)
+
+
+@contextmanager
+def _named(where: str, table: str) -> Iterator[None]:
+    """Say in which table of which file it is what a class of options refuses."""
+    try:
+        yield
+    except ConfigError as error:
+        if not where.lower().endswith((".toml", ".json")):
+            raise
+        raise ConfigError(f"{where}, table [{table}]: {error}") from error
 
 
 def recipe_tables(source: str | os.PathLike[str]) -> dict[str, Any]:

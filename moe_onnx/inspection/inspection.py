@@ -146,7 +146,7 @@ def inspect(
         An :class:`Inspection`.
 
     Raises:
-        OptionError: If a size is not an integer >= 1, or a free size is not given.
+        OptionError: If a size is not an integer >= 1, or is none of the graph, or a free size is not given.
         BatchError: If the batch has fewer tokens than the graph's expert capacity.
         ModelError, ModelFileError: If there is no such file, or shapes in it contradict each other.
     """
@@ -163,6 +163,9 @@ def inspect(
         derived = _derived(manifest, given["tokens"])
     bounds = {name: bind(model, given, derived=derived) for name, model in models.items()}
     used = dict.fromkeys(name for model in models.values() for name in free_sizes(model))
+    for name in sizes or {}:
+        if name not in used:
+            raise OptionError(f"There is no free size '{name}'. There are: {', '.join(used) or 'none'}.")
     return Inspection(
         subject,
         {name: given[name] for name in used if name in given},

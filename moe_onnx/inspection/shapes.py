@@ -73,7 +73,7 @@ def bind(model: ModelProto, sizes: Mapping[str, int], *, derived: Mapping[str, i
     if missing := [name for name in free_sizes(model) if name not in sizes]:
         raise OptionError(
             f"The graph's sizes {', '.join(map(repr, missing))} are free, got values of "
-            f"{', '.join(sizes) or 'none'}. Give each one a value."
+            f"{', '.join(sizes) or 'none'}. Give each one a value (sizes={{...}}, --size NAME=VALUE)."
         )
     copy = _plain(model)
     _fill(copy, {**(derived or {}), **sizes})
