@@ -63,7 +63,8 @@ class TrainingGraph:
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``<assembly>.onnx`` for each model, the weights if there are any, and ``manifest.json``.
 
-        Files are written beside their places and moved there when they are whole.
+        Files are written beside their places and moved there when they are whole. Graphs of a training
+        graph that was in the folder before are removed, so that all are of one model.
 
         Raises:
             ModelError: If the folder has a ``model.safetensors`` of others, or a file that the graph is made
@@ -83,9 +84,12 @@ class TrainingGraph:
             (beside / "manifest.json").write_text(manifest.to_json(), "utf-8")
             if (target / ORIGIN).is_dir() and (beside / ORIGIN).is_dir():
                 os.replace(target / ORIGIN, beside / f"old-{ORIGIN}")  # goes with the folder it is in
+            stale = self._stale(target)
             for path in sorted(beside.iterdir(), key=lambda path: path.name == "manifest.json"):
                 if path.name != f"old-{ORIGIN}":
                     os.replace(path, target / path.name)
+            for path in stale:
+                path.unlink(missing_ok=True)
         finally:
             shutil.rmtree(beside)
         return target
@@ -99,6 +103,18 @@ class TrainingGraph:
                     f"{target / name}: is a file that this graph is made from, and would be overwritten. "
                     "Give another folder."
                 )
+
+    def _stale(self, target: Path) -> list[Path]:
+        """The graphs of the training graph that is in the folder now, but for those of this one's names."""
+        try:
+            before = Manifest.from_json((target / "manifest.json").read_bytes()).graphs
+        except (OSError, ModelError):
+            return []
+        sources = {os.path.realpath(path) for path in self.sources}
+        paths = [
+            target / f"{name}.onnx" for name in before if name not in self.models and Path(name).name == name
+        ]
+        return [path for path in paths if os.path.realpath(path) not in sources]
 
     def _check_weights(self, target: Path) -> None:
         """See that no checkpoint of others is overwritten, such as the one the weights are read from."""
