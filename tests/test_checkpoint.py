@@ -321,7 +321,7 @@ def test_data_order_of_other_tokens_is_refused() -> None:
     with pytest.raises(CheckpointError, match="another 'sha256_of_ends'"):
         other.load_state_dict(state)
     longer = moe_onnx.TokenDataset(TOKENS, batch_size=2, sequence_length=7, vocab_size=V)
-    with pytest.raises(CheckpointError, match="'sequence_length': expected 7, found 6"):
+    with pytest.raises(CheckpointError, match="'sequence_length': here it is 7, there it was 6"):
         longer.load_state_dict(state)
     with pytest.raises(CheckpointError, match="generator state is broken"):
         data.load_state_dict({**state, "generator": {"bit_generator": "PCG64"}})

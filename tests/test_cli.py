@@ -146,6 +146,7 @@ def test_a_loss_that_is_not_finite_exits_with_1(tiny: Path, tokens: Path, tmp_pa
     out = tmp_path / "run"
     output = train(tiny, tokens, out, "--steps", 50, "--lr", 1e38, code=1).output
     assert "not updated" in output or "Nothing was updated" in output
+    assert "--skip-non-finite" in output
     assert "is saved in" in output and (out / "checkpoint" / "latest").exists()
 
 

@@ -83,7 +83,7 @@ BAD: list[tuple[str, bytes, dict[str, object], str]] = [
         "a.txt",
         b"abc",
         {},
-        "a.txt: its 3 tokens, 8 of them held out for evaluation, are too few for a sequence of 8",
+        "a.txt: its 3 tokens are too few for a sequence of 8 beside 8 held out for evaluation",
     ),
     ("a.txt", b"abc", {"eval_fraction": 0}, "a.txt: its 3 tokens are too few"),
     ("a.txt", b"a" * 50 + b"\xff", {"vocab_size": 128}, r"in \[0, 128\), got 255 at position 50"),

@@ -30,7 +30,9 @@ def test_each_function_has_a_slot_of_its_own() -> None:
     slots: dict[str, str] = {}
     for name, slot in found:
         assert slots.setdefault(slot, name) == name
-    assert {"Run": "9", "RegisterCustomOpsLibrary_V2": "228"}.items() <= {n: s for s, n in slots.items()}.items()
+    assert {"Run": "9", "RegisterCustomOpsLibrary_V2": "228"}.items() <= {
+        n: s for s, n in slots.items()
+    }.items()
 
 
 def test_the_example(tmp_path: Path) -> None:

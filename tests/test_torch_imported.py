@@ -272,7 +272,7 @@ def test_the_readmes_export_of_a_language_model_trains_by_its_commands(
         told[words[1]] = result.output
     assert len(re.findall("^fused ", told["train-graph"], re.MULTILINE)) == 2
     assert "verified random inputs" in told["train-graph"]
-    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text("utf-8").splitlines()]
+    rows = [json.loads(line) for line in Path("lm-run/metrics.jsonl").read_text("utf-8").splitlines()]
     assert len(rows) == 60 and rows[-1]["loss"] < 0.6 * rows[0]["loss"]
     assert told["generate"].startswith("The ") or "The " in told["generate"]
 

@@ -67,7 +67,7 @@ def demo(text: Path | None, steps: int | None, output: Path) -> None:
       moe-onnx demo
       moe-onnx demo --text book.txt --steps 1000 -o my-demo
 
-    Takes one to two minutes on two cores. Writes model/, checkpoint/, metrics.jsonl, loss.svg and
+    Takes up to two minutes on two cores. Writes model/, checkpoint/, metrics.jsonl, loss.svg and
     expert_load.svg.
     """  # noqa: D301
     sys.exit(training.demo(text, steps, output))
@@ -127,12 +127,12 @@ def export(assembly: str, optimize_for: str, output: Path, from_hf: Path | None,
 )
 @click.option("--tokens", type=FILE, help="Train on the token ids of a .npy or .bin file.")
 @click.option("--dtype", type=click.Choice(BIN_DTYPES), help="Of a .bin file; default: uint16.")
-@click.option("--steps", type=click.IntRange(min=1), help="Updates in all.")
-@click.option("--batch-size", type=click.IntRange(min=1))
-@click.option("--sequence-length", type=click.IntRange(min=2))
-@click.option("--lr", type=float, help="Learning rate, after the warm-up.")
+@click.option("--steps", type=click.IntRange(min=1), help="Updates in all; default: the recipe's, or 1000.")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Default: the recipe's, or 16.")
+@click.option("--sequence-length", type=click.IntRange(min=2), help="Default: the recipe's, or 128.")
+@click.option("--lr", type=float, help="Learning rate, after the warm-up; default: the recipe's, or 0.001.")
 @schedule_options
-@click.option("--seed", type=click.IntRange(min=0), help="Of the initial weights and the data order.")
+@click.option("--seed", type=click.IntRange(min=0), help="Of the initial weights and data order; default: 0.")
 @click.option("-o", "--output", type=FOLDER, required=True, help="Folder of the run.")
 @click.option("--resume", is_flag=True, help="Go on from the run's checkpoint, to the same numbers.")
 @click.option(
@@ -177,7 +177,7 @@ def train(
       moe-onnx train model --text book.txt --steps 1000 -o run --resume
 
     Writes metrics.jsonl, loss.svg, expert_load.svg and checkpoint/ (model.safetensors has the names of
-    transformers).
+    transformers), of which the last two are kept. A twentieth of the text is held out for --eval-every.
     Ctrl-C saves a checkpoint first. A model to build computes in 16 bit by --set dtype=bfloat16 or float16.
     """  # noqa: D301
     given = {field.name: rest.pop(field.name) for field in fields(Schedule)}
@@ -234,6 +234,11 @@ def train(
     run = training.Run(output, session, data)
     if resume:
         run.resume()
+    if session.global_step > how.steps:
+        raise OptionError(
+            f"The run in '{output}' has made {session.global_step} updates, more than --steps {how.steps}, "
+            "which counts those before as well. Give a larger one."
+        )
     huggingface.carry_origin(built, reader, output, resume=resume)
     code = run.train(how.steps, eval_every, save_every, how.gradient_accumulation_steps)
     if code == INTERRUPTED:

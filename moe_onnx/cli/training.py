@@ -18,7 +18,7 @@ from moe_onnx.cli.curve import write_curve
 from moe_onnx.cli.graphs import print_operators
 from moe_onnx.cli.heatmap import write_heatmap
 from moe_onnx.cli.options import CONSOLE, INTERRUPTED, WORK_FAILED, build
-from moe_onnx.errors import DataError, MoeOnnxError
+from moe_onnx.errors import DataError, MoeOnnxError, OptionError
 from moe_onnx.inspection.inspection import operators
 from moe_onnx.runtime.checkpoint import has_checkpoint
 from moe_onnx.runtime.data import TokenDataset
@@ -75,21 +75,24 @@ class Run:
         with path.open("w", encoding="utf-8") as file, bar:
             file.writelines(json.dumps(row) + "\n" for row in self.rows)
             task = bar.add_task("", total=steps, completed=self.session.global_step, note="")
-            start, tokens, said = time.perf_counter(), 0, 0.0
+            start, tokens, before, held_out = time.perf_counter(), 0, len(self.rows), ""
 
             def on_step(metrics: dict[str, Any]) -> None:
-                nonlocal tokens, said
+                nonlocal tokens, held_out
                 row = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in metrics.items()}
                 self.rows.append(row)
                 file.write(json.dumps(row) + "\n")
                 tokens += accumulate * self.data.batch_size * self.data.sequence_length
                 now = time.perf_counter()
                 rate = f"{tokens / (now - start):,.0f} tokens/s"
-                note = f"loss {row['loss']:.4f}  {rate}"
+                if "eval_loss" in row:
+                    held_out = f"  held-out {row['eval_loss']:.4f}"
+                note = f"loss {row['loss']:.4f}{held_out}  {rate}"
                 bar.update(task, completed=row["step"], note=note)
                 every = max(1, steps // 10)
-                if not CONSOLE.is_terminal and (row["step"] % every == 0 or row["step"] == 1):
-                    left = (now - start) / len(self.rows) * (steps - row["step"])
+                told = row["step"] % every == 0 or row["step"] == 1 or "eval_loss" in row
+                if not CONSOLE.is_terminal and told:
+                    left = (now - start) / (len(self.rows) - before) * (steps - row["step"])
                     CONSOLE.print(f"step {row['step']}/{steps}  {note}  {left:.0f} s left")
 
             try:
@@ -105,8 +108,9 @@ class Run:
                 )
             except (KeyboardInterrupt, MoeOnnxError) as error:
                 code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else WORK_FAILED
-                with interrupts_deferred():
-                    self.session.save_checkpoint(self.checkpoint, data=self.data.state_dict())
+                if len(self.rows) > before or not has_checkpoint(self.checkpoint):
+                    with interrupts_deferred():
+                        self.session.save_checkpoint(self.checkpoint, data=self.data.state_dict())
                 message = "interrupted" if code == INTERRUPTED else f"error: {error}"
                 CONSOLE.print(
                     f"{message}\nstep {self.session.global_step} is saved in {self.checkpoint}", markup=False
@@ -126,6 +130,8 @@ class Run:
 
 def demo(text: Path | None, steps: int | None, folder: Path) -> int:
     """Build, check, train and sample the preset ``tiny_moe_lm``; the exit code."""
+    if overwrites(folder):
+        raise OptionError(f"There is a run in '{folder}' already. Give another folder with -o, or remove it.")
     recipe = recipe_from_dict(recipe_tables("tiny_moe_lm"))
     how = recipe.schedule
     steps = how.steps if steps is None else steps

@@ -105,9 +105,14 @@ def load_checkpoint(session: TrainingSession, folder: str | os.PathLike[str]) ->
     parameters = set(session.manifest.parameter_names)
     expected = session.state_layout()
     state: dict[str, Any] = {}
-    for name in (MODEL, OPTIMIZER):
-        wanted = {key: kind for key, kind in expected.items() if (key in parameters) == (name == MODEL)}
-        state |= _read_tensors(path / name, wanted, about["files"].get(name))
+    try:
+        for name in (MODEL, OPTIMIZER):
+            wanted = {key: kind for key, kind in expected.items() if (key in parameters) == (name == MODEL)}
+            state |= _read_tensors(path / name, wanted, about["files"].get(name))
+    except CheckpointError as error:
+        if path == Path(folder):
+            raise
+        raise CheckpointError(f"{error}{_others(Path(folder), path.name)}") from error
     session.load_state_dict(state | more | {STEP: np.array(about["global_step"], np.int64)})
     return about
 
@@ -138,8 +143,9 @@ def _meant(options: Any) -> Any:
 
 
 def has_checkpoint(folder: str | os.PathLike[str]) -> bool:
-    """Whether there is something in the folder for :func:`load_checkpoint` to load."""
-    return (Path(folder) / LATEST).exists() or (Path(folder) / TRAINER).exists()
+    """Whether there are checkpoints in the folder, or it is one, sound or not."""
+    root = Path(folder)
+    return (root / LATEST).exists() or (root / TRAINER).exists() or bool(_whole(root))
 
 
 def _write(session: TrainingSession, folder: Path, data: Mapping[str, Any] | None) -> None:
@@ -163,6 +169,8 @@ def _write(session: TrainingSession, folder: Path, data: Mapping[str, Any] | Non
         "files": files,
     }
     _write_synced(folder / TRAINER, json.dumps(about, indent=1).encode())
+    for name in files:
+        shutil.copymode(folder / TRAINER, folder / name)  # safetensors writes for the owner's eyes only
     _sync(folder)
 
 
@@ -188,6 +196,7 @@ def _resolve(folder: Path) -> Path:
     if name is None:
         raise CheckpointError(
             f"There is no checkpoint in '{folder}': neither '{LATEST}' nor '{TRAINER}' is there."
+            f"{_others(folder)}"
         )
     if Path(name).name != name or name == "..":
         raise CheckpointError(
@@ -195,12 +204,25 @@ def _resolve(folder: Path) -> Path:
             "elsewhere, give its own path."
         )
     if not (folder / name / TRAINER).exists():
-        others = ", ".join(sorted(p.parent.name for p in folder.glob(f"step-*/{TRAINER}"))) or "none"
         raise CheckpointError(
-            f"{folder / LATEST}: names '{name}', which holds no '{TRAINER}'. Whole folders that are "
-            f"there, and can be loaded by their path: {others}."
+            f"{folder / LATEST}: names '{name}', which holds no '{TRAINER}'.{_others(folder, name)}"
         )
     return folder / name
+
+
+def _whole(root: Path) -> list[str]:
+    return sorted(path.parent.name for path in root.glob(f"step-*/{TRAINER}"))
+
+
+def _others(root: Path, named: str = "") -> str:
+    """What else there is to load, as the end of a message."""
+    others = [name for name in _whole(root) if name != named]
+    if not others:
+        return ""
+    return (
+        f" There are other checkpoints: {', '.join(others)}. They can be loaded by their path; to go on from "
+        f"one, write its name into '{root / LATEST}'."
+    )
 
 
 def _read_trainer(path: Path) -> dict[str, Any]:

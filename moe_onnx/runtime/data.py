@@ -62,10 +62,11 @@ class TokenDataset:
         held_out = max(round(len(self.tokens) * eval_fraction), sequence_length) if eval_fraction else 0
         self.num_train = len(self.tokens) - held_out
         if self.num_train < sequence_length:
-            kept = f", {held_out} of them held out for evaluation," if held_out else ""
+            kept = f" beside {held_out} held out for evaluation" if held_out else ""
             raise DataError(
-                f"{self.name}: its {len(self.tokens)} tokens{kept} are too few for a sequence of "
-                f"{sequence_length}. Give more text, a smaller sequence_length or eval_fraction=0."
+                f"{self.name}: its {len(self.tokens)} tokens are too few for a sequence of "
+                f"{sequence_length}{kept}. Give more text or a smaller sequence length (in Python also "
+                "eval_fraction=0)."
             )
         self._identity = self._identify()
         self._generator = np.random.Generator(np.random.PCG64(seed))
@@ -101,8 +102,8 @@ class TokenDataset:
         for key, value in self._identity.items():
             if state.get(key) != value:
                 raise CheckpointError(
-                    f"{self.name}: the data order was saved with another '{key}': expected {value!r}, found "
-                    f"{state.get(key)!r}."
+                    f"{self.name}: the data order was saved with another '{key}': here it is {value!r}, "
+                    f"there it was {state.get(key)!r}. Give the tokens and sizes that the run began with."
                 )
         before = self._generator.bit_generator.state
         try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_onnx.errors import NonFiniteError, OptionError
 from moe_onnx.runtime.batch import with_padding
+from moe_onnx.runtime.checkpoint import has_checkpoint
 from moe_onnx.runtime.data import TokenDataset
 from moe_onnx.runtime.evaluation import Evaluation
 from moe_onnx.runtime.interrupts import interrupts_deferred
@@ -89,7 +90,12 @@ def train(
                 "not finite.",
                 metrics=metrics,
             )
-    if checkpoint is not None and saved != session.global_step:
+    # Where there was nothing to do, the checkpoints that are there stay as they are.
+    if (
+        checkpoint is not None
+        and saved != session.global_step
+        and (history or not has_checkpoint(checkpoint))
+    ):
         session.save_checkpoint(checkpoint, data=data.state_dict())
     return history
 

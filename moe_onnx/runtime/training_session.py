@@ -345,8 +345,8 @@ class TrainingSession:
             self._scaler.back_off(number, metrics)
         elif faults and self.non_finite == "raise":
             raise NonFiniteError(
-                f"Update {number}: {where}{faults[0]}. Nothing was updated. Lower the learning rate, or pass "
-                "non_finite='skip' to leave such batches out.",
+                f"Update {number}: {where}{faults[0]}. Nothing was updated. Lower the learning rate, or "
+                "leave such batches out: non_finite='skip', --skip-non-finite of moe-onnx train.",
                 metrics=metrics,
             )
         return not faults
