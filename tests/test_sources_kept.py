@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from test_huggingface import contents
 from test_imported import mlp
+from tiny_graph import TinyGraph
 
 import moe_onnx
 from moe_onnx.cli import main
@@ -91,8 +92,7 @@ def test_a_model_is_rewritten_in_place_beside_what_has_the_name_of_its_draft(tmp
 def test_reports_replace_nothing_that_was_read(tmp_path: Path) -> None:
     path, graphs = stored(tmp_path), tmp_path / "graphs"
     moe_onnx.training_graph_from(mlp(), **SQUARED).save(graphs)
-    for name in ("one.npz", "two.npz"):
-        np.savez(tmp_path / name, x=np.ones(3, np.float32))
+    (graphs / "old.svg").touch()
     (tmp_path / "link.json").symlink_to(path)
     for taken in (path, tmp_path / "net.bin", tmp_path / "link.json"):
         for words in (
@@ -102,16 +102,60 @@ def test_reports_replace_nothing_that_was_read(tmp_path: Path) -> None:
         ):
             assert f"{taken.name}' is a file of '{path}', and would be" in refused(tmp_path, *words, taken)
     for name in ("grad.onnx", "manifest.json"):
-        said = refused(tmp_path, "inspect", graphs, "--graph", graphs / name)
-        assert f"{name}' is a file of '{graphs}'" in said
-    compared = ["compare", tmp_path / "one.npz", tmp_path / "two.npz", "--json"]
-    assert "two.npz' is a file of" in refused(tmp_path, *compared, tmp_path / "two.npz")
-    text = tmp_path / "book.txt"
-    text.write_text("so it is")
-    assert "book.txt' is" in refused(tmp_path, "eval", graphs, "--text", text, "--load-svg", text)
+        for words in (["inspect", graphs, "--graph"], ["validate", graphs / "grad.onnx", "--html"]):
+            assert f"{name}' is a file of '{graphs}" in refused(tmp_path, *words, graphs / name)
+    for name in ("one", "two"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        np.save(tmp_path / name / "deep" / "x.npy", np.ones(3, np.float32))
+    taken = tmp_path / "two" / "deep" / "x.npy"
+    assert "x.npy' is a file of" in refused(
+        tmp_path, "compare", tmp_path / "one", tmp_path / "two", "--json", taken
+    )
+    same = refused(tmp_path, "validate", path, "--json", tmp_path / "r", "--html", tmp_path / "." / "r")
+    assert "r' is the file of another report" in same
+    for words in (
+        ["inspect", graphs, "--json"],
+        ["inspect", graphs, "--graph"],
+        ["validate", path, "--html"],
+    ):
+        assert "there is no folder" in refused(tmp_path, *words, tmp_path / "nowhere" / "report")
     # Their own files are written again, beside the sources too.
     report = tmp_path / "report.json"
     for _ in range(2):
         CliRunner().invoke(main, ["validate", str(path), "--json", str(report)])
         assert report.read_text().startswith("{")
-        assert len(report.read_text()) > 100
+    drawn = ["inspect", str(graphs), "--size", "N=2", "--graph", str(graphs / "old.svg")]
+    assert CliRunner().invoke(main, drawn).exit_code in (0, 2)
+
+
+def test_a_picture_of_an_evaluation_replaces_nothing_that_was_read(tmp_path: Path) -> None:
+    graphs, text, run = TinyGraph().save(tmp_path / "graphs"), tmp_path / "book.txt", tmp_path / "run"
+    text.write_text("so it is")
+    step = run / "checkpoint" / "step-00000002"
+    step.mkdir(parents=True)
+    for name in ("model.safetensors", "trainer.json"):
+        (step / name).touch()
+    (run / "checkpoint" / "latest").write_text(step.name)
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "tokenizer.json").touch()
+    words = [
+        "eval",
+        graphs,
+        "--checkpoint",
+        run,
+        "--text",
+        text,
+        "--tokenizer",
+        tmp_path / "words",
+        "--load-svg",
+    ]
+    for taken in (
+        text,
+        graphs / "eval.onnx",
+        step / "model.safetensors",
+        step / "trainer.json",
+        run / "checkpoint" / "latest",
+        tmp_path / "words" / "tokenizer.json",
+    ):
+        assert f"{taken.name}' is a file of" in refused(tmp_path, *words, taken)
+    assert "there is no folder" in refused(tmp_path, *words, tmp_path / "nowhere" / "load.svg")

@@ -15,7 +15,7 @@ from moe_onnx.build.presets import PRESETS
 from moe_onnx.build.recipe import recipe_from_dict, recipe_tables
 from moe_onnx.cli import units
 from moe_onnx.cli.options import ASSEMBLY, CONSOLE, build
-from moe_onnx.cli.places import STDOUT, spare_sources
+from moe_onnx.cli.places import STDOUT, file_of, known_place, spare_sources
 from moe_onnx.cli.step_drawing import draw_step
 from moe_onnx.errors import OptionError
 from moe_onnx.inspection.explain import Mapped, explain
@@ -36,7 +36,7 @@ FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 @click.option(
     "--size", "named", multiple=True, metavar="NAME=VALUE", help="A free size of another model; repeatable."
 )
-@click.option("--graph", "picture", type=FILE, help="Draw the training step as SVG.")
+@click.option("--graph", "picture", type=FILE, callback=known_place, help="Draw the training step as SVG.")
 @click.option(
     "--explain", "explained", is_flag=True, help="Print how transformers' modules map to the graphs."
 )
@@ -44,6 +44,7 @@ FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
     "--json",
     "json_file",
     type=click.Path(path_type=Path, dir_okay=False, writable=True, allow_dash=True),
+    callback=known_place,
     help="Write everything as JSON; - to stdout, alone.",
 )
 def inspect(
@@ -85,7 +86,7 @@ def inspect(
                 f"got '{source}', which is not there."
             )
         graph, name = Path(source), source
-    spare_sources((json_file, picture), [Path(source)])
+    spare_sources((file_of(json_file), picture), [Path(source)])
     with CONSOLE.status(f"inspecting {source} ..."):
         done = inspect_graphs(
             graph,

@@ -18,7 +18,7 @@ from moe_onnx.build.manifest import Manifest
 from moe_onnx.cli import huggingface
 from moe_onnx.cli.heatmap import write_heatmap
 from moe_onnx.cli.options import CONSOLE, WORK_FAILED
-from moe_onnx.cli.places import spare_sources
+from moe_onnx.cli.places import known_place, spare_sources
 from moe_onnx.errors import ModelError, OptionError
 from moe_onnx.runtime.checkpoint import has_checkpoint
 from moe_onnx.runtime.codec import ByteCodec, Codec
@@ -50,7 +50,10 @@ CHECKPOINT_HELP = "A run, or a checkpoint in one; default: that of a run, else t
 @click.option("--sequence-length", type=click.IntRange(min=2), default=128, show_default=True)
 @click.option("--batches", type=click.IntRange(min=1), help="So many, evenly spread; default: all.")
 @click.option(
-    "--load-svg", type=click.Path(path_type=Path, dir_okay=False), help="Draw the load of the experts."
+    "--load-svg",
+    type=click.Path(path_type=Path, dir_okay=False),
+    callback=known_place,
+    help="Draw the load of the experts.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("--kernels", type=click.Choice(KERNELS), default="auto", show_default=True)
@@ -85,7 +88,7 @@ def evaluate(
     """  # noqa: D301
     if (text is None) == (tokens is None):
         raise click.UsageError("Give either --text or --tokens.")
-    spare_sources([load_svg], (graph, checkpoint, text, tokens))
+    spare_sources([load_svg], (graph, checkpoint, text, tokens, tokenizer))
     session, said = opened(graph, checkpoint, "eval", kernels, threads)
     reader = None
     if text is not None:

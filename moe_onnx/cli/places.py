@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
 from moe_onnx.errors import ModelFileError
+from moe_onnx.huggingface.origin import CARRIED
 from moe_onnx.validation.rewriting.data import check_free, files_of
 from moe_onnx.validation.subject import Options, open_subject
 
 STDOUT = Path("-")
-# What folders of graphs, checkpoints and dumps hold; reports may stand beside it.
-_KINDS = (".onnx", ".data", ".safetensors", ".npy", ".npz", ".pt", ".bin", ".toml")
-_NAMES = ("manifest.json", "config.json", "tokenizer.json")
+# Reports may stand, and be replaced, in a folder that is read: files of these kinds with other names.
+_REPORTS = (".json", ".html", ".svg")
+_READ = (*CARRIED, "manifest.json", "trainer.json")
 
 
 def known_place(ctx: click.Context, option: click.Parameter, value: Path | None) -> Path | None:
@@ -24,28 +26,46 @@ def known_place(ctx: click.Context, option: click.Parameter, value: Path | None)
     return value
 
 
+def file_of(place: Path | None) -> Path | None:
+    """The file that an option names which takes ``-`` for stdout."""
+    return None if place == STDOUT else place
+
+
 def spare_sources(written: Iterable[Path | None], read: Iterable[Path | None]) -> None:
-    """See that no report replaces a file that the command reads.
+    """See that no report replaces a file that the command reads, or another report.
 
     Args:
-        written: Where reports go to; None and ``-`` are no files.
-        read: Models, with the files of their external data, tensors, or folders of them.
+        written: The files that reports go to; None are left out.
+        read: Models, with what belongs to them, tensors, or folders of either; None are left out.
 
     Raises:
         ModelFileError: If one does; names it.
     """
+    sources = [source for source in read if source is not None]
+    others: list[Path] = []
     for place in written:
-        if place is None or place == STDOUT or not place.exists():
+        if place is None:
             continue
-        for source in read:
-            if source is not None:
+        check_free(place, others, "the file of another report")
+        others.append(place)
+        if place.exists():
+            for source in sources:
                 check_free(place, _files(source), f"a file of '{source}'")
 
 
 def _files(source: Path) -> list[Path]:
     if source.is_dir():
-        return [one for one in source.iterdir() if one.suffix.lower() in _KINDS or one.name in _NAMES]
+        return [
+            Path(folder, name) for folder, _, names in os.walk(source) for name in names if _is_read(name)
+        ]
+    beside = source.parent / "manifest.json"
+    around = [one for one in source.parent.iterdir() if _is_read(one.name)] if beside.exists() else []
     try:
-        return [source, *files_of(open_subject(source, Options()))]
-    except ModelFileError:  # tensors, a recipe, or what the command itself is going to refuse
-        return [source]
+        return [source, *around, *files_of(open_subject(source, Options()))]
+    except ModelFileError:  # tensors, a text, a recipe, or what the command itself is going to refuse
+        return [source, *around]
+
+
+def _is_read(name: str) -> bool:
+    is_report = name.lower().endswith(_REPORTS) and name not in _READ
+    return not is_report or name.endswith(".index.json")

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from rich.markdown import Markdown
 
 from moe_onnx.cli.options import CONSOLE, WORK_FAILED
-from moe_onnx.cli.places import STDOUT, known_place, spare_sources
+from moe_onnx.cli.places import STDOUT, file_of, known_place, spare_sources
 from moe_onnx.errors import OptionError
 from moe_onnx.validation import families
 from moe_onnx.validation.device.compare import Comparison
@@ -92,7 +92,7 @@ def validate(
     Exit codes: 0 no errors (warnings and notes may be there), 1 errors were found, 2 MODEL could not be
     read, or wrong usage.
     """  # noqa: D301
-    spare_sources((json_file, html_file), [model])
+    spare_sources((file_of(json_file), html_file), [model])
     with CONSOLE.status(f"validating {model} ..."):
         report = validate_model(model, level=level, target=target, ub_size=ub_size, seed=seed)
     if html_file is not None:
@@ -183,7 +183,7 @@ def compare(
         if not equals:
             raise click.UsageError(f"--rename takes EXPECTED=ACTUAL, got {one!r}.")
         names[ours] = theirs
-    spare_sources([json_file], (expected, actual, benchmark))
+    spare_sources([file_of(json_file)], (expected, actual, benchmark))
     done = compare_tensors(
         expected,
         actual,
