@@ -71,28 +71,73 @@ def test_every_dtype_goes_in_and_comes_out(op: str, dtype: Any, kernels: str) ->
     assert_outputs(session.run(None, feed_of(op, inputs)), want)
 
 
+def model_of(nodes: list[Any], inputs: dict[str, int], outputs: dict[str, int], *weights: Any) -> Any:
+    """A model of one-dimensional values by name and ONNX type."""
+    infos = [
+        [helper.make_tensor_value_info(name, kind, [None]) for name, kind in of.items()]
+        for of in (inputs, outputs)
+    ]
+    graph = helper.make_graph(nodes, "passes_on", *infos, list(weights))
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
 @pytest.mark.parametrize("level", ["ORT_DISABLE_ALL", "ORT_ENABLE_ALL"])
-def test_bfloat16_outputs_have_memory_of_their_own(level: str) -> None:
-    """They look at what onnxruntime computed, for as long as they like, and at nothing of the session."""
+def test_outputs_beside_bfloat16_have_memory_of_their_own(level: str) -> None:
+    """They look at what onnxruntime computed, for as long as they like, and at nothing of feed or session."""
     given = np.arange(1000).astype(BF16)
-    weight = helper.make_tensor("w", onnx.TensorProto.BFLOAT16, [1000], given.tobytes(), raw=True)
+    weight = helper.make_tensor("w", 16, [1000], given.tobytes(), raw=True)
     nodes = [helper.make_node("Identity", ["x"], ["y"]), helper.make_node("Cast", ["x"], ["z"], to=16)]
-    infos = [helper.make_tensor_value_info(name, 16, [1000]) for name in ("x", "y", "z", "w")]
-    graph = helper.make_graph(nodes, "passed_on", infos[:1], infos[1:], [weight])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    inputs = {"x": 16, "f": 1}
+    model = model_of(nodes, inputs, {"y": 16, "z": 16, "w": 16, "x": 16, "f": 1}, weight)
     options = ort.SessionOptions()
     options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
     session = moe_onnx.InferenceSession(model, options)
-    for out in session.run(None, {"x": given}):
-        assert out.flags.writeable and not np.shares_memory(out, given)
+    floats = given.astype(np.float32)
+    for out in session.run(None, {"x": given, "f": floats}):
+        assert out.flags.writeable and not np.shares_memory(out, given) and not np.shares_memory(out, floats)
         out[:] = 7
-    outputs = session.run(None, {"x": given})
+    assert (given == np.arange(1000).astype(BF16)).all()
+    # The feed's own arrays are gone with the run: these are no contiguous ones.
+    outputs = session.run(None, {"x": np.repeat(given, 2)[::2], "f": np.repeat(floats, 2)[::2]})
     del session
     gc.collect()
-    others = [np.full(1000, 9, BF16) for _ in range(1000)]  # would be where they were
+    others = [np.full(1000, 9, dtype) for dtype in (BF16, np.float32) for _ in range(1000)]
     for out in outputs:
-        np.testing.assert_array_equal(out.astype(np.float32), np.arange(1000).astype(BF16).astype(np.float32))
-    assert len(others) == 1000
+        np.testing.assert_array_equal(out.astype(np.float32), floats)
+    assert len(others) == 2000
+
+
+def test_a_small_bfloat16_output_keeps_no_large_one() -> None:
+    nodes = [
+        helper.make_node("Slice", ["x", "from", "to"], ["small"]),
+        helper.make_node("Cast", ["x"], ["large"], to=1),
+    ]
+    ends = [helper.make_tensor(name, 7, [1], [value]) for name, value in (("from", 0), ("to", 1))]
+    session = moe_onnx.InferenceSession(model_of(nodes, {"x": 16}, {"small": 16, "large": 1}, *ends))
+    x = np.ones(1_000_000, BF16)
+
+    def resident() -> float:
+        with open("/proc/self/statm", encoding="utf-8") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    if not os.path.exists("/proc/self/statm"):
+        assert session.run(["small"], {"x": x})[0] == 1
+        return
+    kept = [session.run(None, {"x": x})[0] for _ in range(3)]
+    before = resident()
+    kept += [session.run(None, {"x": x})[0] for _ in range(50)]
+    assert resident() - before < 40  # not the 200 MB of the large ones
+    assert all(out == 1 for out in kept)
+
+
+def test_a_sequence_beside_bfloat16_is_refused_by_name() -> None:
+    model = model_of([helper.make_node("SequenceConstruct", ["f"], ["s"])], {"x": 16, "f": 1}, {"x": 16})
+    model.graph.output.append(helper.make_tensor_sequence_value_info("s", 1, [None]))
+    session = moe_onnx.InferenceSession(model)
+    feed = {"x": np.ones(3, BF16), "f": np.ones(3, np.float32)}
+    with pytest.raises(moe_onnx.ModelError, match="Output 's' is a seq.*Leave it out of output_names"):
+        session.run(None, feed)
+    assert session.run(["x"], feed)[0].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

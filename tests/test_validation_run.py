@@ -32,7 +32,7 @@ from moe_onnx.validation.run.bisection import first_bad_node
 from moe_onnx.validation.run.feeds import fed_bytes
 from moe_onnx.validation.run.messages import said
 from moe_onnx.validation.run.runs import runs_of
-from moe_onnx.validation.run.sessions import routes, weight_bytes
+from moe_onnx.validation.run.sessions import PLAIN, make_session, routes, weight_bytes
 from moe_onnx.validation.subject import Options, Subject, open_subject
 
 
@@ -544,3 +544,23 @@ def test_everything_a_run_draws_is_in_the_report() -> None:
     assert table.columns == ("input", "dtype", "drawn as")
     assert ("input_ids and 1 more", "int64", "ids in [0, 7)") in table.rows
     assert len(table.rows) < len(eval_model().graph.input)
+
+
+def test_outputs_that_are_no_tensors_beside_bfloat16() -> None:
+    """Nor is an output that the graph passes on as it came any alarm."""
+    nodes = [
+        helper.make_node("SequenceConstruct", ["f"], ["s"]),
+        helper.make_node("Cast", ["x"], ["y"], to=1),
+    ]
+    x, f, y = (
+        helper.make_tensor_value_info(name, kind, [3]) for name, kind in (("x", 16), ("f", 1), ("y", 1))
+    )
+    outputs = [y, x, f, helper.make_tensor_sequence_value_info("s", 1, [3])]
+    graph = helper.make_graph(nodes, "sequence", [x, f], outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    report = run(model)
+    assert own(report) == []
+    made = make_session(subject_of(model), PLAIN)
+    assert made.outputs == ["y", "x", "f"]
+    fed = {"x": np.ones(3, ml_dtypes.bfloat16), "f": np.arange(3, dtype=np.float32)}
+    assert made.run(fed)["f"].tolist() == [0, 1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -10,13 +11,14 @@ import onnxruntime
 from onnx import TensorProto
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BFLOAT16_TENSOR = "tensor(bfloat16)"
 
 # What an input of an onnxruntime type may be fed with.
 NUMPY_DTYPES: dict[str, tuple[np.dtype[Any], ...]] = {
     "tensor(float)": (np.dtype(np.float32),),
     "tensor(double)": (np.dtype(np.float64),),
     "tensor(float16)": (np.dtype(np.float16),),
-    "tensor(bfloat16)": (BFLOAT16,),
+    BFLOAT16_TENSOR: (BFLOAT16,),
     "tensor(int32)": (np.dtype(np.int32),),
     "tensor(int64)": (np.dtype(np.int64),),
     "tensor(int8)": (np.dtype(np.int8),),
@@ -39,19 +41,30 @@ def to_ort_value(value: Any, kind: str = "") -> onnxruntime.OrtValue:
 
 
 class _Memory:
-    """The memory of an OrtValue for numpy, which keeps this, and so the value, as long as it looks there."""
+    """The memory of an OrtValue for numpy, which keeps this, and so the memory, as long as it looks there."""
 
     def __init__(self, value: onnxruntime.OrtValue, shape: tuple[int, ...], typestr: str) -> None:
-        self.value = value
+        # A value of a list of outputs keeps the whole list; what it gives to others is this tensor's alone.
+        self.capsule = value.__dlpack__()
         place = (value.data_ptr(), False)
         self.__array_interface__ = {"version": 3, "data": place, "shape": shape, "typestr": typestr}
 
 
 def to_numpy(value: onnxruntime.OrtValue) -> Any:
-    """The array in an OrtValue; onnxruntime itself does not give out bfloat16, which is not copied here."""
+    """The array in an OrtValue, which is not copied; onnxruntime itself does not give out bfloat16."""
     if "bfloat16" not in value.data_type():
         return value.numpy()
     shape = tuple(value.shape())
     if 0 in shape:  # whose place may be no place
         return np.zeros(shape, BFLOAT16)
     return np.asarray(_Memory(value, shape, np.dtype(np.uint16).str)).view(BFLOAT16)
+
+
+def arrays_of(
+    names: Sequence[str], values: Iterable[onnxruntime.OrtValue], feed: Mapping[str, Any]
+) -> list[Any]:
+    """The outputs of a run; what a graph passes on as it came is the feed's memory, and is copied."""
+    return [
+        to_numpy(value).copy() if name in feed else to_numpy(value)
+        for name, value in zip(names, values, strict=True)
+    ]

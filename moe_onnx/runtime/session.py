@@ -19,7 +19,7 @@ from moe_onnx.errors import BodyCheckError, DtypeError, ModelError, MoeOnnxError
 from moe_onnx.rewrite.legalize import BODY_DOMAIN, Legalized, legalize, uses_domain
 from moe_onnx.runtime.interrupts import interrupts_deferred
 from moe_onnx.runtime.native_errors import native_error
-from moe_onnx.runtime.ort_values import NUMPY_DTYPES, to_numpy, to_ort_value
+from moe_onnx.runtime.ort_values import BFLOAT16_TENSOR, NUMPY_DTYPES, arrays_of, to_ort_value
 from moe_onnx.runtime.register import choose, register
 from moe_onnx.runtime.routes import check_kernels
 
@@ -113,15 +113,21 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         for name, value in input_feed.items():
             _check_feed(name, value, self._inputs)
         wanted = list(output_names) if output_names else list(self._outputs)
-        types = (*self._inputs.values(), *(self._outputs.get(name, "") for name in wanted))
-        if "tensor(bfloat16)" not in types:
+        types = {name: self._outputs.get(name, "") for name in wanted}
+        if BFLOAT16_TENSOR not in (*self._inputs.values(), *types.values()):
             return self._guarded(super().run, output_names, input_feed, run_options)  # type: ignore[no-any-return]
         missing = [name for name in self._inputs if name not in input_feed]
         if missing:
             raise ModelError(f"Required inputs {missing} are missing from the feed {sorted(input_feed)}.")
+        for name, kind in types.items():
+            if kind and not kind.startswith("tensor("):
+                raise ModelError(
+                    f"Output '{name}' is a {kind}, which onnxruntime does not give out beside bfloat16. "
+                    "Leave it out of output_names, or cast the bfloat16 inputs and outputs in the model."
+                )
         feed = {n: to_ort_value(v, self._inputs.get(n, "")) for n, v in input_feed.items()}
         values = self._guarded(super().run_with_ort_values, wanted, feed, run_options)
-        return [to_numpy(value) for value in values]
+        return arrays_of(wanted, values, feed)
 
     def run_with_ort_values(
         self, output_names: Any, input_dict_ort_values: Any, run_options: Any = None

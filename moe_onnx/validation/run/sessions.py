@@ -14,7 +14,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from moe_onnx.errors import ModelError, MoeOnnxError
 from moe_onnx.rewrite.legalize import uses_domain
-from moe_onnx.runtime.ort_values import to_numpy, to_ort_value
+from moe_onnx.runtime.ort_values import BFLOAT16_TENSOR, arrays_of, to_ort_value
 from moe_onnx.runtime.routes import why_not
 from moe_onnx.runtime.session import InferenceSession
 from moe_onnx.spec import DOMAIN
@@ -81,7 +81,16 @@ class Session:
     def outputs(self) -> list[str]:
         """Names of the outputs that can be looked at."""
         outputs = self.session.get_outputs()
-        return [o.name for o in outputs if not any(kind in o.type for kind in _NOT_FETCHED)]
+        # Beside bfloat16, onnxruntime gives out tensors only.
+        kinds = (
+            (*_NOT_FETCHED, "seq(", "optional(") if BFLOAT16_TENSOR in self.types.values() else _NOT_FETCHED
+        )
+        return [o.name for o in outputs if not any(kind in o.type for kind in kinds)]
+
+    @property
+    def types(self) -> dict[str, str]:
+        """Types of inputs and outputs by name, as onnxruntime writes them."""
+        return {arg.name: arg.type for arg in (*self.session.get_inputs(), *self.session.get_outputs())}
 
     def run(self, feeds: Mapping[str, Array], names: Sequence[str] | None = None) -> Outputs:
         """The outputs by name; those of a sequence as ``name[0]`` and so on, absent ones left out.
@@ -100,13 +109,12 @@ class Session:
             return {}  # onnxruntime would give all
         if self.route != PLAIN:
             return self._run(wanted, feeds)
-        kinds = {arg.name: arg.type for arg in self.session.get_inputs()}
-        kinds |= {arg.name: arg.type for arg in self.session.get_outputs()}
-        if "tensor(bfloat16)" not in kinds.values():
+        kinds = self.types
+        if BFLOAT16_TENSOR not in kinds.values():
             return self._run(wanted, feeds)
         values = {name: to_ort_value(value, kinds.get(name, "")) for name, value in feeds.items()}
         found = within_limit(lambda options: self.session.run_with_ort_values(wanted, values, options))
-        return _flat(wanted, [to_numpy(value) for value in found])
+        return _flat(wanted, arrays_of(wanted, found, values))
 
     def _run(self, wanted: Sequence[str], feeds: Mapping[str, Array]) -> Outputs:
         fed = dict(feeds)
