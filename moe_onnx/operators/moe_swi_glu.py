@@ -35,9 +35,9 @@ def moe_swi_glu(x: Any) -> Array:
         y[i, f] = gate / (1 + exp(-gate)) * up      for gate = x[i, f], up = x[i, F + f]
 
     16-bit data is widened to float32 and rounded once (nearest even). Within 4 units in the last place
-    (ulp) of the wide type of the exact value, where that is a normal number; the bits of ``exp`` are not
-    promised. Where it overflows (gates below -88.7; -709.7 in float64) a gate is closed and gives 0; -inf
-    gives NaN (-inf / inf). Both are as in PyTorch.
+    (ulp) of the wide type of the exact value, where that and the gate's SiLU are normal numbers; the bits of
+    ``exp`` are not promised. Where it overflows (gates below -88.7; -709.7 in float64) a gate is closed and
+    gives 0; -inf gives NaN (-inf / inf). Both are as in PyTorch.
 
     CANN has the operator as ``SwiGlu``, of any axis; in ONNX the name is taken.
 

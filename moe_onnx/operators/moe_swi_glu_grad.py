@@ -37,8 +37,9 @@ def moe_swi_glu_grad(grad_y: Any, x: Any) -> Array:
     the last place (ulp) of the wide type of the exact value; so is the first, but for what cancels where
     the derivative of SiLU crosses 0 (at gate = -1.278): it is within 4 ulp of ``grad_y * up`` at least;
     t is not made as 1 - s, which is a few digits short where s is nearly 1. Both are within 6 ulp for gates
-    below -87.3 (-708.3 in float64), where s is no normal number. A gate that is closed (see
-    :func:`moe_swi_glu`) gives 0 in both, an infinite one NaN where infinity meets 0, as in PyTorch.
+    below -87.3 (-708.3 in float64), where s is no normal number; ``gate * s`` and the
+    derivative must be. A gate that is closed (see :func:`moe_swi_glu`) gives 0 in both, an infinite one NaN
+    where infinity meets 0, as in PyTorch.
 
     CANN has the operator as ``SwiGluGrad``, of any axis.
 
