@@ -26,7 +26,7 @@ from typing import Any
 
 import onnxruntime as ort
 from operators import cpu_name
-from torch_layer import SIZES
+from torch_layer import SIZES, TOGETHER
 from training_step import THREADS, batch_of, measure
 
 import moe_onnx
@@ -64,12 +64,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", choices=[*SIZES, "all"], default="all")
+    parser.add_argument("--size", choices=[*TOGETHER, "all"], default="all")
     parser.add_argument("--blocks", type=int, default=5, help="blocks of steps of each contender")
     arguments = parser.parse_args()
     versions = f"Python {platform.python_version()}, onnxruntime {ort.__version__}"
     print(f"{cpu_name()}, {THREADS} threads; {versions}")
-    for size in SIZES if arguments.size == "all" else [arguments.size]:
+    for size in TOGETHER if arguments.size == "all" else [arguments.size]:
         report(size, arguments.blocks)
 
 
