@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import stat
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from test_cli import SMALL, rows, run, tiny, tokens, train
 from test_huggingface import contents
+from tiny_graph import V
 
 import moe_onnx
 from moe_onnx.cli import training
@@ -58,6 +60,13 @@ def test_where_a_checkpoint_is_lost_the_others_are_named(tiny: Path, tokens: Pat
     for words, code in ((("--resume",), 2), ((), 2)):
         said = told(train(tiny, tokens, out, "--steps", 6, *words, code=code).output)
         assert ("step-00000004" in said and older in said) if words else "There is a run in" in said
+    latest.write_bytes(b"\xff")
+    said = told(train(tiny, tokens, out, "--steps", 6, "--resume", code=2).output)
+    assert "latest: cannot be read" in said and f"other checkpoints: {older}, step-00000004." in said
+    latest.write_text("step-00000004")
+    (out / "checkpoint" / "step-00000004" / "trainer.json").write_text("{")
+    said = told(train(tiny, tokens, out, "--steps", 6, "--resume", code=2).output)
+    assert "trainer.json: cannot be read" in said and f"other checkpoints: {older}." in said
     latest.write_text(older)
     train(tiny, tokens, out, "--steps", 6, "--resume")
     assert [row["step"] for row in rows(out)] == [1, 2, 3, 4, 5, 6]
@@ -82,7 +91,9 @@ def test_the_time_left_is_that_of_the_steps_left(
 def test_files_of_a_checkpoint_may_be_read_by_the_same_people(
     tiny: Path, tokens: Path, tmp_path: Path
 ) -> None:
+    before = os.umask(0o022)
     train(tiny, tokens, tmp_path / "run", "--steps", 1)
+    os.umask(before)
     folder = tmp_path / "run" / "checkpoint" / "step-00000001"
     assert len({stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}) == 1
 
@@ -125,6 +136,34 @@ def test_a_recipe_with_a_wrong_field(table: str, field: str, message: str, tmp_p
     path.write_text(json.dumps({"model": {"vocab_size": 256, "hidden_size": 8}} | {table: {field: 1}}))
     said = told(run("export", "--config", path, "-o", tmp_path / "out", code=2).output)
     assert f"recipe.json, table [{table}]: {message}" in said
+
+
+def test_a_file_is_not_blamed_for_options_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps({"model": {"vocab_size": 256, "hidden_size": 8}}))
+    said = told(run("export", "--config", path, "--heads", 3, "-o", tmp_path / "out", code=2).output)
+    assert "MoeLMConfig: " in said and "recipe.json" not in said
+
+
+def test_a_resume_that_is_refused_leaves_the_model_of_the_run(tokens: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ["train", *SMALL, "--tokens", tokens, "--batch-size", 2, "--sequence-length", 6, "-o", out]
+    run(*words, "--steps", 2)
+    before = contents(out)
+    said = told(run(*words, "--hidden-size", 16, "--steps", 4, "--resume", code=2).output)
+    assert "saved from another config: 'hidden_size' expected 16, found 8" in said
+    assert contents(out) == before
+
+
+def test_python_saves_what_was_trained_before(tiny: Path, tokens: Path, tmp_path: Path) -> None:
+    """A call that has no step left to make was asked for a checkpoint all the same."""
+    session, again = (moe_onnx.TrainingSession(tiny, lr=0.5) for _ in range(2))
+    data = moe_onnx.TokenDataset(tokens, batch_size=2, sequence_length=6, vocab_size=V)
+    moe_onnx.train(session, data, 1, checkpoint=tmp_path / "run")
+    moe_onnx.train(session, data, 3)
+    assert again.load_checkpoint(tmp_path / "run")["global_step"] == 1
+    moe_onnx.train(session, data, 3, checkpoint=tmp_path / "run")
+    assert again.load_checkpoint(tmp_path / "run")["global_step"] == 3
 
 
 def test_a_text_that_is_too_short(tiny: Path, tmp_path: Path) -> None:

@@ -119,13 +119,32 @@ def test_reports_replace_nothing_that_was_read(tmp_path: Path) -> None:
         ["validate", path, "--html"],
     ):
         assert "there is no folder" in refused(tmp_path, *words, tmp_path / "nowhere" / "report")
-    # Their own files are written again, beside the sources too.
-    report = tmp_path / "report.json"
-    for _ in range(2):
-        CliRunner().invoke(main, ["validate", str(path), "--json", str(report)])
-        assert report.read_text().startswith("{")
-    drawn = ["inspect", str(graphs), "--size", "N=2", "--graph", str(graphs / "old.svg")]
-    assert CliRunner().invoke(main, drawn).exit_code in (0, 2)
+    # Their own files are written again, in folders that are read too.
+    left = contents(tmp_path)
+    for words in (
+        ["validate", path, "--json", tmp_path / "report.json"],
+        ["validate", graphs / "grad.onnx", "--html", graphs / "report.html"],
+        ["inspect", graphs, "--size", "n=2", "--json", graphs / "costs", "--graph", graphs / "old.svg"],
+        ["compare", tmp_path / "one", tmp_path / "two", "--json", tmp_path / "two" / "diff.txt"],
+    ):
+        for _ in range(2):
+            done = CliRunner().invoke(main, [str(word) for word in words])
+            assert done.exit_code in (0, 1), done.output
+        assert Path(words[-1]).stat().st_size
+    assert left.items() - {("graphs/old.svg", b"")} <= contents(tmp_path).items()
+
+
+def test_a_graph_that_is_read_is_not_taken_for_one_of_before(tmp_path: Path) -> None:
+    """Graphs of the training graph that was in a folder are removed: not this, which only has its name."""
+    folder = moe_onnx.training_graph_from(mlp(), **SQUARED | {"assembly": "grad+apply+eval"}).save(
+        tmp_path / "m"
+    )
+    path = stored(folder, data="eval.onnx")
+    graph = moe_onnx.training_graph_from(path, **SQUARED)
+    before = (folder / "eval.onnx").read_bytes()
+    graph.save(folder)
+    assert (folder / "eval.onnx").read_bytes() == before
+    assert {one.name for one in folder.glob("*.onnx")} == {"net.onnx", "eval.onnx", "grad.onnx"}
 
 
 def test_a_picture_of_an_evaluation_replaces_nothing_that_was_read(tmp_path: Path) -> None:
@@ -135,6 +154,8 @@ def test_a_picture_of_an_evaluation_replaces_nothing_that_was_read(tmp_path: Pat
     step.mkdir(parents=True)
     for name in ("model.safetensors", "trainer.json"):
         (step / name).touch()
+    (graphs / "huggingface").mkdir()
+    (graphs / "huggingface" / "tensors.json").touch()
     (run / "checkpoint" / "latest").write_text(step.name)
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "tokenizer.json").touch()
@@ -152,6 +173,7 @@ def test_a_picture_of_an_evaluation_replaces_nothing_that_was_read(tmp_path: Pat
     for taken in (
         text,
         graphs / "eval.onnx",
+        graphs / "huggingface" / "tensors.json",
         step / "model.safetensors",
         step / "trainer.json",
         run / "checkpoint" / "latest",

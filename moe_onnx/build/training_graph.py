@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,8 @@ class TrainingGraph:
                 if path.name != f"old-{ORIGIN}":
                     os.replace(path, target / path.name)
             for path in stale:
-                path.unlink(missing_ok=True)
+                with suppress(OSError):  # the new graph is whole already
+                    path.unlink()
         finally:
             shutil.rmtree(beside)
         return target
@@ -111,10 +113,9 @@ class TrainingGraph:
         except (OSError, ModelError):
             return []
         sources = {os.path.realpath(path) for path in self.sources}
-        paths = [
-            target / f"{name}.onnx" for name in before if name not in self.models and Path(name).name == name
-        ]
-        return [path for path in paths if os.path.realpath(path) not in sources]
+        names = [name for name in before if name in ASSEMBLIES and name not in self.models]
+        paths = [target / f"{name}.onnx" for name in names]
+        return [path for path in paths if path.is_file() and os.path.realpath(path) not in sources]
 
     def _check_weights(self, target: Path) -> None:
         """See that no checkpoint of others is overwritten, such as the one the weights are read from."""

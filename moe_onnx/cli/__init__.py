@@ -196,7 +196,6 @@ def train(
         recipe = recipe_of(schedule=given, **rest)
         how = recipe.schedule
         built = build(recipe, optimize_for=form_for(kernels))
-        built.save(output / "model")
     else:
         how = Schedule(**{name: value for name, value in given.items() if value is not None})
         built = TrainingGraph.load(graph)
@@ -239,6 +238,8 @@ def train(
             f"The run in '{output}' has made {session.global_step} updates, more than --steps {how.steps}, "
             "which counts those before as well. Give a larger one."
         )
+    if graph is None:  # not before the checkpoint is known to be of this model
+        built.save(output / "model")
     huggingface.carry_origin(built, reader, output, resume=resume)
     code = run.train(how.steps, eval_every, save_every, how.gradient_accumulation_steps)
     if code == INTERRUPTED:

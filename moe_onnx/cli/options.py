@@ -145,13 +145,16 @@ def recipe_of(
     model |= set_of(settings)
     imply_mode(model)
     tables = {**tables, "model": model}
+    how: dict[str, Any] = {}
     if schedule is not None:
         how = {name: value for name, value in schedule.items() if value is not None}
         tables["training"] = {**asdict(Schedule()), **tables.get("training", {}), **how}
     kind = None if optimizer is None else OPTIMIZERS[optimizer].__name__
     if kind is not None and kind != tables.get("optimizer", {}).get("kind", "AdamW"):
         tables["optimizer"] = {"kind": kind}
-    return recipe_from_dict(tables, config or "options")
+    # Of what is wrong with both together, neither is said to be the place.
+    is_alone = config is not None and not (said or settings or how or optimizer)
+    return recipe_from_dict(tables, str(config) if is_alone else "options")
 
 
 def said_of(given: Mapping[str, int | float | str | None]) -> dict[str, Any]:

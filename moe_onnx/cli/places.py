@@ -9,14 +9,15 @@ from pathlib import Path
 import click
 
 from moe_onnx.errors import ModelFileError
-from moe_onnx.huggingface.origin import CARRIED
+from moe_onnx.huggingface.origin import CARRIED, TENSORS
+from moe_onnx.runtime.checkpoint import LATEST, TRAINER
 from moe_onnx.validation.rewriting.data import check_free, files_of
 from moe_onnx.validation.subject import Options, open_subject
 
 STDOUT = Path("-")
-# Reports may stand, and be replaced, in a folder that is read: files of these kinds with other names.
-_REPORTS = (".json", ".html", ".svg")
-_READ = (*CARRIED, "manifest.json", "trainer.json")
+# What is read of folders: of graphs, checkpoints, dumps and tokenizers. All else in them may be a report.
+_KINDS = (".onnx", ".data", ".safetensors", ".npy", ".npz", ".pt", ".pth", ".bin", ".toml", ".index.json")
+_NAMES = (*CARRIED, TENSORS, "manifest.json", TRAINER, LATEST)
 
 
 def known_place(ctx: click.Context, option: click.Parameter, value: Path | None) -> Path | None:
@@ -67,5 +68,4 @@ def _files(source: Path) -> list[Path]:
 
 
 def _is_read(name: str) -> bool:
-    is_report = name.lower().endswith(_REPORTS) and name not in _READ
-    return not is_report or name.endswith(".index.json")
+    return name.lower().endswith(_KINDS) or name in _NAMES

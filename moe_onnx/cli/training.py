@@ -71,6 +71,8 @@ class Run:
             disable=not CONSOLE.is_terminal,
         )
         code = 0
+        # What is resumed is saved already: another copy of it would push the older checkpoint out.
+        is_done = self.session.global_step >= steps and has_checkpoint(self.checkpoint)
         path = self.folder / "metrics.jsonl"
         with path.open("w", encoding="utf-8") as file, bar:
             file.writelines(json.dumps(row) + "\n" for row in self.rows)
@@ -102,8 +104,8 @@ class Run:
                     steps,
                     on_step=on_step,
                     eval_every=eval_every,
-                    checkpoint=self.checkpoint,
-                    save_every=save_every,
+                    checkpoint=None if is_done else self.checkpoint,
+                    save_every=0 if is_done else save_every,
                     gradient_accumulation_steps=accumulate,
                 )
             except (KeyboardInterrupt, MoeOnnxError) as error:

@@ -18,7 +18,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,8 @@ def load_checkpoint(session: TrainingSession, folder: str | os.PathLike[str]) ->
             names file, tensor, expected and found.
     """
     path = _resolve(Path(folder))
-    about = _read_trainer(path / TRAINER)
+    with _naming_others(Path(folder), path):
+        about = _read_trainer(path / TRAINER)
     for what, ours in (("config", session.manifest.config), ("optimizer", session.manifest.optimizer)):
         _compare(path / TRAINER, what, _meant(ours), _meant(about.get(what)))
     scale = about.get(LOSS_SCALE)
@@ -105,14 +107,10 @@ def load_checkpoint(session: TrainingSession, folder: str | os.PathLike[str]) ->
     parameters = set(session.manifest.parameter_names)
     expected = session.state_layout()
     state: dict[str, Any] = {}
-    try:
+    with _naming_others(Path(folder), path):
         for name in (MODEL, OPTIMIZER):
             wanted = {key: kind for key, kind in expected.items() if (key in parameters) == (name == MODEL)}
             state |= _read_tensors(path / name, wanted, about["files"].get(name))
-    except CheckpointError as error:
-        if path == Path(folder):
-            raise
-        raise CheckpointError(f"{error}{_others(Path(folder), path.name)}") from error
     session.load_state_dict(state | more | {STEP: np.array(about["global_step"], np.int64)})
     return about
 
@@ -192,7 +190,7 @@ def _resolve(folder: Path) -> Path:
     try:
         name = _pointer(folder)
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder / LATEST}: cannot be read: {error}.") from error
+        raise CheckpointError(f"{folder / LATEST}: cannot be read: {error}.{_others(folder)}") from error
     if name is None:
         raise CheckpointError(
             f"There is no checkpoint in '{folder}': neither '{LATEST}' nor '{TRAINER}' is there."
@@ -223,6 +221,17 @@ def _others(root: Path, named: str = "") -> str:
         f" There are other checkpoints: {', '.join(others)}. They can be loaded by their path; to go on from "
         f"one, write its name into '{root / LATEST}'."
     )
+
+
+@contextmanager
+def _naming_others(root: Path, path: Path) -> Iterator[None]:
+    """Where a checkpoint that ``latest`` names is broken, say which others there are."""
+    try:
+        yield
+    except CheckpointError as error:
+        if path == root:
+            raise
+        raise CheckpointError(f"{error}{_others(root, path.name)}") from error
 
 
 def _read_trainer(path: Path) -> dict[str, Any]:

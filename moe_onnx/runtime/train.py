@@ -8,7 +8,6 @@ from typing import Any
 
 from moe_onnx.errors import NonFiniteError, OptionError
 from moe_onnx.runtime.batch import with_padding
-from moe_onnx.runtime.checkpoint import has_checkpoint
 from moe_onnx.runtime.data import TokenDataset
 from moe_onnx.runtime.evaluation import Evaluation
 from moe_onnx.runtime.interrupts import interrupts_deferred
@@ -90,12 +89,7 @@ def train(
                 "not finite.",
                 metrics=metrics,
             )
-    # Where there was nothing to do, the checkpoints that are there stay as they are.
-    if (
-        checkpoint is not None
-        and saved != session.global_step
-        and (history or not has_checkpoint(checkpoint))
-    ):
+    if checkpoint is not None and saved != session.global_step:
         session.save_checkpoint(checkpoint, data=data.state_dict())
     return history
 
