@@ -61,9 +61,8 @@ def damage(rng: Rng, case: Case) -> None:
         elif attribute.kind == "ints":
             case.attributes[attribute.name] = [int(pick(rng, SIZES)) for _ in range(int(rng.integers(4)))]
         else:
-            near = min(
-                max(case.attributes.get(attribute.name, 0) + int(rng.integers(-2, 3)), SIZES[0]), SIZES[-1]
-            )
+            near = case.attributes.get(attribute.name, 0) + int(rng.integers(-2, 3))
+            near = min(max(near, SIZES[0]), SIZES[-1])
             case.attributes[attribute.name] = near if rng.random() < 0.4 else pick(rng, SIZES)
         return
     at = int(rng.integers(len(inputs)))

@@ -108,12 +108,11 @@ class TrainingGraph:
 
     def _stale(self, target: Path) -> list[Path]:
         """The graphs of the training graph that is in the folder now, but for those of this one's names."""
-        try:
-            before = Manifest.from_json((target / "manifest.json").read_bytes()).graphs
-        except (OSError, ModelError):
+        before = _manifest_in(target)
+        if before is None:
             return []
         sources = {os.path.realpath(path) for path in self.sources}
-        names = [name for name in before if name in ASSEMBLIES and name not in self.models]
+        names = [name for name in before.graphs if name in ASSEMBLIES and name not in self.models]
         paths = [target / f"{name}.onnx" for name in names]
         return [path for path in paths if path.is_file() and os.path.realpath(path) not in sources]
 
@@ -121,11 +120,8 @@ class TrainingGraph:
         """See that no checkpoint of others is overwritten, such as the one the weights are read from."""
         if self.weights is None or not os.path.lexists(target / WEIGHTS):
             return
-        try:
-            ours = Manifest.from_json((target / "manifest.json").read_bytes()).weights == WEIGHTS
-        except (OSError, ModelError):
-            ours = False
-        if not ours:
+        before = _manifest_in(target)
+        if before is None or before.weights != WEIGHTS:
             raise ModelError(
                 f"{target / WEIGHTS}: is of no training graph, and would be overwritten. Give another folder."
             )
@@ -252,6 +248,14 @@ def finished(
         onnx.helper.set_model_props(model, {METADATA_KEY: manifest.to_json()})
         models[name] = model
     return TrainingGraph(models, manifest, weights)
+
+
+def _manifest_in(folder: Path) -> Manifest | None:
+    """The manifest of the training graph that is in a folder; None where there is none."""
+    try:
+        return Manifest.from_json((folder / "manifest.json").read_bytes())
+    except (OSError, ModelError):
+        return None
 
 
 def _read(path: Path) -> bytes:

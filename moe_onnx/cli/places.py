@@ -42,16 +42,15 @@ def spare_sources(written: Iterable[Path | None], read: Iterable[Path | None]) -
     Raises:
         ModelFileError: If one does; names it.
     """
-    sources = [source for source in read if source is not None]
-    others: list[Path] = []
-    for place in written:
-        if place is None:
-            continue
-        check_free(place, others, "the file of another report")
-        others.append(place)
-        if place.exists():
-            for source in sources:
-                check_free(place, _files(source), f"a file of '{source}'")
+    places = [place for place in written if place is not None]
+    for number, place in enumerate(places):
+        check_free(place, places[:number], "the file of another report")
+    replaced = [place for place in places if place.exists()]
+    sources = [source for source in read if source is not None] if replaced else []
+    for source in sources:
+        taken = _files(source)
+        for place in replaced:
+            check_free(place, taken, f"a file of '{source}'")
 
 
 def _files(source: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from moe_onnx.cli.options import CONSOLE, WORK_FAILED, fail
-from moe_onnx.cli.places import STDOUT
+from moe_onnx.cli.places import STDOUT, known_place
 from moe_onnx.errors import OptionError, VerificationError
 from moe_onnx.rewrite.notes import MAIN, Note, PassReport
 from moe_onnx.rewrite.passes import PASSES
@@ -65,11 +65,14 @@ HELP = inspect.cleandoc(
 @click.command(help=HELP)
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--passes", required=True, metavar="PASS,PASS", help="What to do, in this order.")
-@click.option("-o", "--output", type=FILE, help="The rewritten model; may be MODEL itself.")
+@click.option(
+    "-o", "--output", type=FILE, callback=known_place, help="The rewritten model; may be MODEL itself."
+)
 @click.option(
     "--report",
     "report_file",
     type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    callback=known_place,
     help="Write what was applied and skipped as JSON; - to stdout, alone.",
 )
 @click.option("--dry-run", is_flag=True, help="Write no model: only say what would be done.")
@@ -89,9 +92,6 @@ def rewrite(
     """See :data:`HELP`."""
     if output is None and not dry_run:
         raise click.UsageError("Give -o OUT to write to, or --dry-run.")
-    for place in (output, report_file):
-        if place is not None and place != STDOUT and not place.parent.is_dir():
-            raise click.UsageError(f"there is no folder '{place.parent}'.")
     if report_file is not None and report_file != STDOUT:
         others = [one for one in (model, output, inputs_file) if one is not None]
         check_free(report_file, others, "the model's, or of its inputs")

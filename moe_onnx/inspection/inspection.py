@@ -161,11 +161,11 @@ def inspect(
         tokens = given["batch"] * given["sequence"]
         given.setdefault("tokens", tokens)
         derived = _derived(manifest, given["tokens"])
-    bounds = {name: bind(model, given, derived=derived) for name, model in models.items()}
     used = dict.fromkeys(name for model in models.values() for name in free_sizes(model))
     for name in sizes or {}:
         if name not in used:
             raise OptionError(f"There is no free size '{name}'. There are: {', '.join(used) or 'none'}.")
+    bounds = {name: bind(model, given, derived=derived) for name, model in models.items()}
     return Inspection(
         subject,
         {name: given[name] for name in used if name in given},

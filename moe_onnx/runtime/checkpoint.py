@@ -125,11 +125,12 @@ def checkpoint_model(folder: str | os.PathLike[str]) -> Path:
         CheckpointError: If the checkpoint is not there or corrupt.
     """
     path = _resolve(Path(folder))
-    about = _read_trainer(path / TRAINER)
-    try:
-        _check_file(path / MODEL, about["files"].get(MODEL))
-    except OSError as error:
-        raise CheckpointError(f"{path / MODEL}: cannot be read: {error}.") from error
+    with _naming_others(Path(folder), path):
+        about = _read_trainer(path / TRAINER)
+        try:
+            _check_file(path / MODEL, about["files"].get(MODEL))
+        except OSError as error:
+            raise CheckpointError(f"{path / MODEL}: cannot be read: {error}.") from error
     return path / MODEL
 
 
